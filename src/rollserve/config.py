@@ -1,0 +1,144 @@
+"""The settings tree, and the only reader of the environment.
+
+Precedence, highest first: command-line flags (``load(overrides=…)``), environment
+(``ROLLSERVE_WORKERS__COUNT=4``), the TOML file (``--config``, else ``ROLLSERVE_CONFIG``, else
+``rollserve.toml`` in the current folder), defaults.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from rollserve.errors import ConfigError
+
+Slots = Annotated[int, Field(ge=1, le=100_000)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ApiSettings(_Section):
+    """``host`` other than a loopback address needs a key. ``max_body_mb`` bounds a request."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8700
+    max_body_mb: Annotated[int, Field(ge=1, le=4096)] = 64
+    max_groups_per_request: Annotated[int, Field(ge=1)] = 10_000
+    max_rollouts_per_group: Annotated[int, Field(ge=1)] = 1024
+    max_event_streams: Annotated[int, Field(ge=1)] = 256
+    max_waiting_leases: Annotated[int, Field(ge=1)] = 1024
+    require_key: bool = False
+
+
+class StoreSettings(_Section):
+    """``synchronous`` is SQLite's: ``normal`` survives the death of processes, ``full`` of the
+    machine."""
+
+    url: str | None = None
+    synchronous: Literal["normal", "full"] = "normal"
+    keep_events: Annotated[int, Field(ge=1000)] = 200_000
+
+
+class WorkerSettings(_Section):
+    """Of each worker process: slots by stage and the size of the ready buffer between init and
+    run."""
+
+    count: Annotated[int, Field(ge=1, le=1024)] = 1
+    init_slots: Slots = 8
+    ready_slots: Slots = 16
+    run_slots: Slots = 64
+    grade_slots: Slots = 16
+    runtime: str = "bubblewrap"
+    allow_unsafe_runtime: bool = False
+    gateway_host: str = "127.0.0.1"
+    code_hosts: Slots = 32
+    shutdown_grace_s: float = 5.0
+
+
+class DeliverySettings(_Section):
+    lease_ttl_s: Annotated[float, Field(gt=0)] = 300.0
+    max_wait_s: Annotated[float, Field(gt=0)] = 60.0
+
+
+class Settings(BaseSettings):
+    """``data_dir`` holds database, payloads and logs. ``code_dir`` is a folder of the user's Python
+    (agents, graders, tools), put on the import path of code hosts only."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="ROLLSERVE_",
+        env_nested_delimiter="__",
+        frozen=True,
+        extra="forbid",
+    )
+
+    data_dir: Path = Path(".rollserve")
+    code_dir: Path | None = None
+    preload: list[str] = []
+    """Import paths of user code checked at start-up (``my.module:Class``)."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    api: ApiSettings = ApiSettings()
+    store: StoreSettings = StoreSettings()
+    workers: WorkerSettings = WorkerSettings()
+    delivery: DeliverySettings = DeliverySettings()
+
+    @property
+    def store_url(self) -> str:
+        return self.store.url or f"sqlite:///{(self.data_dir / 'rollserve.db').absolute()}"
+
+    @property
+    def payload_dir(self) -> Path:
+        return self.data_dir.absolute() / "payloads"
+
+
+def config_file(explicit: Path | None) -> Path | None:
+    """The TOML file that applies. Raises ``ConfigError`` when a named one does not exist."""
+    named = explicit or (Path(env) if (env := os.environ.get("ROLLSERVE_CONFIG")) else None)
+    if named is not None:
+        if not named.is_file():
+            raise ConfigError(f"no such settings file: {named}", field="config")
+        return named
+    default = Path("rollserve.toml")
+    return default if default.is_file() else None
+
+
+def load(*, config: Path | None = None, overrides: dict[str, Any] | None = None) -> Settings:
+    """Read settings. Raises ``ConfigError`` naming the first field at fault."""
+    toml = config_file(config)
+
+    class _FromSources(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            file = () if toml is None else (TomlConfigSettingsSource(settings_cls, toml_file=toml),)
+            return (init_settings, env_settings, *file)
+
+    try:
+        return _FromSources(**(overrides or {}))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(first["msg"], field=where, hint="see docs/operations.md") from error
+    except ValueError as error:
+        raise ConfigError(str(error), field="config") from error
+
+
+def client_environment() -> tuple[str | None, str | None]:
+    """``ROLLSERVE_URL`` and ``ROLLSERVE_API_KEY``: where and as whom a command speaks to a server."""
+    return os.environ.get("ROLLSERVE_URL"), os.environ.get("ROLLSERVE_API_KEY")

@@ -1,0 +1,69 @@
+"""What the rest of a worker sees of the gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollserve.agent.base import ModelClient
+from rollserve.executor.base import PolicyView
+from rollserve.records.call import Message
+from rollserve.records.run import RunSpec
+from rollserve.records.task import Limits
+from rollserve.store.base import Segment
+
+
+class ActiveClock(Protocol):
+    """Charges active time. Time spent inside ``pause()`` (queues, pauses, gateway waits) is not
+    charged; pauses may nest and overlap."""
+
+    def pause(self) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionSpec:
+    attempt_id: str
+    rollout_id: str
+    run: RunSpec
+    limits: Limits
+    segment: Segment
+    clock: ActiveClock
+    on_call: Callable[[], None] | None = None
+
+
+class Session(Protocol):
+    """What a running agent holds: a secret and an address, valid for one attempt."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def secret(self) -> str: ...
+    @property
+    def base_url(self) -> str: ...
+    @property
+    def model(self) -> ModelClient: ...
+    @property
+    def counts(self) -> dict[str, int]:
+        """``turns``, ``sampled_tokens``, ``prompt_tokens`` (new ones), ``breaks``, ``inexact``."""
+
+    @property
+    def call_ids(self) -> list[str]: ...
+
+    def conversation(self) -> list[Message]:
+        """Root to the newest call, model turns included."""
+
+    async def close(self) -> None:
+        """Abort what is being generated, wait until it has stopped, refuse later calls with
+        ``SessionClosed``. Idempotent."""
+
+
+class Gateway(Protocol):
+    def update_policy(self, view: PolicyView) -> None: ...
+    async def open_session(self, spec: SessionSpec) -> Session:
+        """Raises ``InfrastructureFailure`` when the policy is unknown or its tokenizer can't be
+        loaded here."""
+
+    def stats(self) -> dict[str, Any]: ...
+    async def close(self) -> None: ...

@@ -1,0 +1,58 @@
+"""The contract of a grader: what turns an attempt's end state into a reward.
+
+A crash or a time-out of a grader is a ``GraderFailure``, never a zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from rollserve.records.call import Message
+from rollserve.records.task import Task
+from rollserve.sandbox.base import Sandbox
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grading:
+    """What a grader sees: the task, the answer, the conversation of the last path (model turns
+    included), the ids of all calls in order, and a *fresh* sandbox with the carried files where the
+    grader asked for one. ``log`` keeps a line with the attempt."""
+
+    task: Task
+    answer: str | None
+    conversation: Sequence[Message]
+    call_ids: Sequence[str]
+    log: Callable[[str], None]
+    sandbox: Sandbox | None = None
+
+
+class Grade(msgspec.Struct, frozen=True, kw_only=True):
+    """``reward`` must be finite. ``call_rewards`` by call id replace the single reward at the end of
+    the path in the sample's ``rewards``. ``detail`` is kept with the result."""
+
+    reward: float
+    call_rewards: dict[str, float] = {}
+    detail: dict[str, Any] = {}
+
+
+class Grader(Protocol):
+    @property
+    def carry(self) -> tuple[str, ...] | None:
+        """None: no sandbox wanted. Otherwise the paths of the run sandbox that are carried over into
+        a fresh grading sandbox (``("/workspace",)``; empty: nothing carried)."""
+
+    async def grade(self, grading: Grading) -> Grade: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraderEntry:
+    """How a name is made. ``check`` raises ``InvalidInput`` for bad options, before anything starts."""
+
+    name: str
+    make: Callable[[dict[str, Any]], Grader]
+    check: Callable[[dict[str, Any]], None]
+    code: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,37 @@
+"""The leased hand-over of finished groups to a trainer: lease → ack → commit with its checkpoint."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from rollserve.records.base import Record
+
+
+class DeliveryState(StrEnum):
+    LEASED = "leased"
+    ACKED = "acked"
+    COMMITTED = "committed"
+
+
+class Lease(Record):
+    """``id`` names the hand-over of the groups in it; all are acked, nacked and renewed together."""
+
+    id: str
+    run_id: str
+    trainer: str
+    epoch: int
+    group_ids: list[str]
+    expires_at: float
+
+
+class Checkpoint(Record):
+    """A trainer's checkpoint: what was acked before it is in it. ``policy_version`` is what a rewind
+    sets the policy back to; ``cursor`` the task source's place, opaque."""
+
+    run_id: str
+    trainer: str
+    name: str
+    seq: int
+    policy_version: int
+    cursor: str | None = None
+    created_at: float

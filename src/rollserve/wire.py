@@ -1,0 +1,275 @@
+"""Bodies of the HTTP API, used by ``api`` and ``client`` alone. Paths are in ``docs/api.md``.
+
+Answers without arrays are JSON. Token-heavy answers (deliveries, samples, calls) are JSON or msgpack
+by ``Accept``: in msgpack an array is ``{"dtype", "shape", "data"}`` with little-endian bytes, in JSON
+``data`` is a (nested) list instead.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from rollserve.records.base import NAME_PATTERN, Name, Record
+from rollserve.records.delivery import Checkpoint, Lease
+from rollserve.records.policy import BackendSpec, PolicySpec
+from rollserve.records.rollout import Attempt, Group, Rollout
+from rollserve.records.run import Run, RunSpec
+from rollserve.records.sample import Sample
+from rollserve.records.task import Task
+
+JSON = "application/json"
+MSGPACK = "application/msgpack"
+PROBLEM = "application/problem+json"
+
+
+class Problem(Record):
+    """RFC 9457. ``code`` is stable; ``field`` the dotted path of the input at fault."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    code: str
+    detail: str
+    field: str | None = None
+    hint: str | None = None
+
+
+class CreatePolicy(PolicySpec):
+    pass
+
+
+class SetVersion(Record):
+    """``label`` is what backends call these weights; the version's decimal text when left out."""
+
+    version: Annotated[int, Field(ge=0)]
+    label: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+
+class RegisterBackend(BackendSpec):
+    pass
+
+
+class OpenRun(RunSpec):
+    pass
+
+
+class RunStatus(Record):
+    run: Run
+    counts: dict[str, int]
+
+
+class GroupBody(Record):
+    task: Task
+    num_rollouts: Annotated[int, Field(ge=1)] = 1
+
+
+class SubmitGroups(Record):
+    """With the header ``Idempotency-Key`` the request may be sent again: the same groups come back."""
+
+    groups: Annotated[list[GroupBody], Field(min_length=1)]
+
+
+class Submitted(Record):
+    groups: list[GroupSummary]
+
+
+class GroupSummary(Record):
+    id: str
+    num_rollouts: int
+    state: str
+
+
+class GroupStatus(Record):
+    group: Group
+    rollouts: list[Rollout]
+
+
+class RolloutStatus(Record):
+    """``stage`` is where a running rollout is now."""
+
+    rollout: Rollout
+    task: Task
+    stage: str | None = None
+    attempts: list[Attempt]
+
+
+class Cancelled(Record):
+    """``ended`` were queued and are over; ``stopping`` are being stopped by their worker."""
+
+    ended: int
+    stopping: int
+
+
+class LeaseGroups(Record):
+    """Up to ``max_groups`` finished groups; waits up to ``wait_s`` seconds for the first."""
+
+    trainer: Annotated[str, Field(pattern=NAME_PATTERN)] = "default"
+    epoch: Annotated[int | None, Field(ge=0)] = None
+    max_groups: Annotated[int, Field(ge=1, le=4096)] = 16
+    wait_s: Annotated[float, Field(ge=0, le=60)] = 20.0
+    ttl_s: Annotated[float | None, Field(gt=0, le=86400)] = None
+
+
+class RenewLease(Record):
+    ttl_s: Annotated[float | None, Field(gt=0, le=86400)] = None
+
+
+class CommitCheckpoint(Record):
+    name: Name
+    epoch: Annotated[int, Field(ge=0)]
+    cursor: Annotated[str, Field(max_length=65536)] | None = None
+
+
+class Rewind(Record):
+    """``name`` None rewinds to the run's beginning."""
+
+    name: Name | None = None
+
+
+class Rewound(Record):
+    epoch: int
+    policy_version: int
+    checkpoint: Checkpoint | None
+
+
+class Listing(Record):
+    """A page of anything; ``next`` is the cursor of the one after it."""
+
+    items: list[Any]
+    next: str | None = None
+
+
+class ServerStatus(Record):
+    """The live view's data: counters only grow, ``stages`` are attempts by stage over all workers."""
+
+    version: str
+    uptime_s: float
+    workers: list[dict[str, Any]]
+    stages: dict[str, int]
+    slots: dict[str, int]
+    counters: dict[str, float]
+    queued: int
+    running: int
+    loop_lag_ms_p99: float
+    backends: list[dict[str, Any]]
+
+
+class Array(msgspec.Struct, frozen=True):
+    """A numpy array on the wire; ``data`` is bytes (msgpack) or a nested list (JSON)."""
+
+    dtype: str
+    shape: list[int]
+    data: Any
+
+
+class WireSample(msgspec.Struct, frozen=True, kw_only=True):
+    """``records.sample.Sample`` on the wire."""
+
+    rollout_id: str
+    rollout_index: int
+    index: int
+    count: int
+    weight: float
+    arrays: dict[str, Array]
+    extras: dict[str, Array]
+    reward: float | None
+    exact: bool
+    cause: str | None
+    text: str | None
+    truncated_by: str | None
+    mixed_versions: bool
+    inferred_versions: bool
+    call_ids: list[str]
+
+
+class DeliveredRollout(msgspec.Struct, frozen=True, kw_only=True):
+    """``rollout`` is ``records.rollout.Rollout`` as JSON-compatible data."""
+
+    rollout: dict[str, Any]
+    samples: list[WireSample]
+
+
+class DeliveredGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """``group`` is ``records.rollout.Group`` as JSON-compatible data."""
+
+    group: dict[str, Any]
+    rollouts: list[DeliveredRollout]
+
+
+class Delivery(msgspec.Struct, frozen=True, kw_only=True):
+    """``lease`` is ``records.delivery.Lease`` as data; None when nothing finished in time (then
+    ``groups`` is empty). ``policy_version`` is the policy's at the time of the answer."""
+
+    lease: dict[str, Any] | None
+    groups: list[DeliveredGroup]
+    policy_version: int
+
+
+def parse_lease(delivery: Delivery) -> Lease | None:
+    return None if delivery.lease is None else Lease.model_validate(delivery.lease)
+
+
+_ARRAYS = ("ids", "loss_mask", "logprobs", "versions", "rewards")
+Form = Literal["msgpack", "json"]
+
+
+def _to_array(value: NDArray[np.generic], form: Form) -> Array:
+    little = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<"))
+    data: Any = little.tobytes() if form == "msgpack" else little.tolist()
+    return Array(little.dtype.str.lstrip("<|"), list(little.shape), data)
+
+
+def _from_array(array: Array) -> NDArray[Any]:
+    dtype = np.dtype(array.dtype).newbyteorder("<")
+    if isinstance(array.data, (bytes, bytearray, memoryview)):
+        return np.frombuffer(array.data, dtype=dtype).reshape(array.shape)
+    return np.asarray(array.data, dtype=dtype).reshape(array.shape)
+
+
+def to_wire(sample: Sample, form: Form) -> WireSample:
+    return WireSample(
+        rollout_id=sample.rollout_id,
+        rollout_index=sample.rollout_index,
+        index=sample.index,
+        count=sample.count,
+        weight=sample.weight,
+        arrays={name: _to_array(getattr(sample, name), form) for name in _ARRAYS},
+        extras={name: _to_array(value, form) for name, value in sample.extras.items()},
+        reward=sample.reward,
+        exact=sample.exact,
+        cause=sample.cause,
+        text=sample.text,
+        truncated_by=sample.truncated_by,
+        mixed_versions=sample.mixed_versions,
+        inferred_versions=sample.inferred_versions,
+        call_ids=list(sample.call_ids),
+    )
+
+
+def from_wire(wire: WireSample) -> Sample:
+    arrays = {name: _from_array(wire.arrays[name]) for name in _ARRAYS}
+    return Sample(
+        rollout_id=wire.rollout_id,
+        rollout_index=wire.rollout_index,
+        index=wire.index,
+        count=wire.count,
+        weight=wire.weight,
+        reward=wire.reward,
+        exact=wire.exact,
+        cause=wire.cause,
+        text=wire.text,
+        truncated_by=wire.truncated_by,
+        mixed_versions=wire.mixed_versions,
+        inferred_versions=wire.inferred_versions,
+        call_ids=tuple(wire.call_ids),
+        extras={name: _from_array(value) for name, value in wire.extras.items()},
+        **arrays,
+    )
+
+
+Submitted.model_rebuild()

@@ -175,8 +175,15 @@ class EpisodeFailure(RollserveError):
     code = "episode_failure"
     kind: ClassVar[FailureKind] = FailureKind.INFRASTRUCTURE
 
-    def __init__(self, message: str, *, operation: str = "", hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
+    def __init__(
+        self,
+        message: str,
+        *,
+        operation: str = "",
+        hint: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint, retry_after_s=retry_after_s)
         self.operation = operation
 
 

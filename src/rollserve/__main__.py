@@ -1,0 +1,5 @@
+"""``python -m rollserve``: the command line."""
+
+from rollserve.cli import main
+
+main()

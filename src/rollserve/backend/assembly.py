@@ -1,0 +1,121 @@
+"""Pieces of an answer → one ``Generation``, checked: every sampled id has a logprob and, where versions
+are reported, exactly one of them. An answer that lacks its evidence is an error, never a guess."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rollserve.backend.base import Generation, LabelSpan, TokenSink
+from rollserve.errors import BackendError, BackendUnavailable
+
+NO_EVIDENCE_LOGPROB = -9999.0
+"""vLLM writes this where it has no logprob, and clamps to it: no sampled token can have it."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one body or one event of a stream held. ``spans`` are ``(start, end, label)`` as sent."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None = None
+    prompt_ids: list[int] | None = None
+    spans: list[tuple[int, int, str]] | None = None
+    extras: dict[str, bytes] = field(default_factory=dict)
+
+
+class Assembly:
+    def __init__(self, operation: str = "backend.generate") -> None:
+        self._operation = operation
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._spans: list[tuple[int, int, str]] | None = None
+        self._prompt_ids: list[int] | None = None
+        self._finish: str | None = None
+        self._extras: dict[str, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def add(self, piece: Piece, on_tokens: TokenSink | None = None) -> None:
+        """Raises ``BackendError`` when ids and logprobs don't go together."""
+        self._check(piece)
+        before = len(self._ids)
+        self._ids += piece.token_ids
+        self._logprobs += piece.logprobs
+        if piece.spans is not None:
+            self._spans = join_spans(self._spans or [], piece.spans, before, len(self._ids))
+        if piece.prompt_ids is not None:
+            self._prompt_ids = piece.prompt_ids
+        for name, data in piece.extras.items():
+            self._extras[name if name not in self._extras else f"{name}.{before}"] = data
+        self._finish = piece.finish_reason or self._finish
+        if on_tokens is not None and piece.token_ids:
+            on_tokens(piece.token_ids, piece.logprobs)
+
+    def finish(self) -> Generation:
+        """Raises ``BackendUnavailable`` when the answer ended before the generation did."""
+        if self._finish is None:
+            raise BackendUnavailable("the answer ended before the generation did", operation=self._operation)
+        return self._generation(self._reason(self._finish))
+
+    def aborted(self) -> Generation:
+        """What there is of a generation that we stopped ourselves."""
+        return self._generation("abort")
+
+    def _generation(self, reason: Literal["stop", "length", "abort"]) -> Generation:
+        return Generation(
+            token_ids=self._ids,
+            logprobs=self._logprobs,
+            finish_reason=reason,
+            prompt_ids=self._prompt_ids,
+            labels=self._labels(),
+            extras=self._extras,
+        )
+
+    def _labels(self) -> tuple[LabelSpan, ...] | None:
+        if self._spans is None or (self._ids and not self._spans):
+            return None
+        at = 0
+        for start, end, _ in self._spans:
+            if start != at or end < start:
+                raise self._error(f"weight versions leave out or repeat tokens: {self._spans}")
+            at = end
+        if at != len(self._ids):
+            raise self._error(f"weight versions cover {at} of {len(self._ids)} sampled tokens")
+        return tuple(LabelSpan(start, end, label) for start, end, label in self._spans)
+
+    def _reason(self, text: str) -> Literal["stop", "length", "abort"]:
+        if text in ("stop", "length", "abort"):
+            return text  # type: ignore[return-value]  # mypy does not narrow str to a Literal by `in`
+        raise self._error(f"the generation ended with {text!r}")
+
+    def _check(self, piece: Piece) -> None:
+        if len(piece.token_ids) != len(piece.logprobs):
+            raise self._error(f"{len(piece.token_ids)} sampled ids came with {len(piece.logprobs)} logprobs")
+        if piece.logprobs and min(piece.logprobs) <= NO_EVIDENCE_LOGPROB:
+            raise self._error("a sampled token came without its logprob")
+
+    def _error(self, message: str) -> BackendError:
+        return BackendError(message, operation=self._operation)
+
+
+def join_spans(
+    known: list[tuple[int, int, str]], new: list[tuple[int, int, str]], before: int, after: int
+) -> list[tuple[int, int, str]]:
+    """Add the spans of an event that took the sampled ids from ``before`` to ``after``. Servers count
+    from the start of the answer, from the start of the event, or repeat all spans in each event; the
+    first and last offset tell which. Neighbours with one label become one span."""
+    if new and before and new[0][0] == 0:
+        if new[-1][1] == after:
+            known = []
+        else:
+            new = [(start + before, end + before, label) for start, end, label in new]
+    joined = list(known)
+    for start, end, label in new:
+        if joined and joined[-1][2] == label and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end, label)
+        elif end > start:
+            joined.append((start, end, label))
+    return joined

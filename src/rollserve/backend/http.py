@@ -1,0 +1,231 @@
+"""The one door to the aiohttp client.
+
+No cap on connections (a pool of 100 is where peers stalled), a bounded time to connect, a bounded total
+for control calls and none for generations: those are bounded by the budgets of the attempt. A host that
+vanished without closing its sockets is noticed by TCP keep-alive within about a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import aiohttp
+import yarl
+
+from rollserve.errors import BackendError, BackendUnavailable, InvalidInput
+
+IDLE_CONNECTION_S = 4.0
+"""Below the 5 s after which uvicorn (vLLM, SGLang) closes an idle connection: a request must not meet a
+socket that the server is just closing."""
+
+LAST_BYTES_S = 1.0
+"""How long the end of a stream may take after its last event."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """``control_s`` bounds a whole control call (models, health, abort)."""
+
+    connect_s: float = 10.0
+    control_s: float = 10.0
+    abort_s: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole HTTP answer. ``retry_after_s`` is the header's, in seconds, if there was one."""
+
+    status: int
+    content_type: str
+    body: bytes
+    retry_after_s: float | None = None
+
+
+class Http:
+    """A client of one server. ``base_url`` is its root. Raises ``InvalidInput`` (field ``url``) for what
+    is no HTTP address; every call raises ``BackendUnavailable`` when the server can't be reached or
+    breaks off, ``BackendError`` when what answers does not speak HTTP."""
+
+    def __init__(
+        self, base_url: str, *, api_key: str | None = None, timeouts: Timeouts | None = None
+    ) -> None:
+        self.url = _root(base_url)
+        self.timeouts = timeouts or Timeouts()
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._routes: dict[str, yarl.URL] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    async def get(self, path: str) -> Answer:
+        return await self._bounded("GET", path, None, self.timeouts.control_s)
+
+    async def control(self, path: str, body: bytes, *, timeout_s: float | None = None) -> Answer:
+        """POST with a bound on the whole call."""
+        return await self._bounded("POST", path, body, timeout_s or self.timeouts.control_s)
+
+    async def post(self, path: str, body: bytes) -> Answer:
+        """POST without a bound on the whole call: for generations."""
+        async with self._request("POST", path, body) as response:
+            return await self._read(response, path)
+
+    @asynccontextmanager
+    async def stream(self, path: str, body: bytes) -> AsyncIterator[Answer | AsyncIterator[bytes]]:
+        """POST; yields the payloads of the server-sent events as they come, or the whole answer when it
+        is not a stream (an error). Leaving early closes the connection."""
+        async with self._request("POST", path, body) as response:
+            if response.status != 200 or response.content_type != "text/event-stream":
+                yield await self._read(response, path)
+                return
+            async with aclosing(self._events(response, path)) as events:
+                yield events
+
+    async def close(self) -> None:
+        self._closed = True
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _bounded(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
+        try:
+            async with asyncio.timeout(timeout_s), self._request(method, path, body) as response:
+                return await self._read(response, path)
+        except TimeoutError as error:
+            message = f"{self.url}{path} did not answer within {timeout_s:g} s"
+            raise BackendUnavailable(message, operation=path) from error
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, body: bytes | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        url = self._routes.get(path) or self._routes.setdefault(path, yarl.URL(self.url + path))
+        with self._ours(path):
+            response = await self._open().request(method, url, data=body, headers=self._headers)
+        async with response:
+            yield response
+
+    async def _read(self, response: aiohttp.ClientResponse, path: str) -> Answer:
+        with self._ours(path):
+            body = await response.read()
+        header = response.headers.get("Retry-After")
+        retry_after_s = None if header is None else parse_retry_after(header, time.time())
+        return Answer(response.status, response.content_type, body, retry_after_s)
+
+    async def _events(self, response: aiohttp.ClientResponse, path: str) -> AsyncGenerator[bytes]:
+        """Payloads of the ``data:`` lines, however the chunks are cut. The end of the body is waited for
+        after ``[DONE]``, briefly, so that the connection can be used again."""
+        lines, ended = Lines(), False
+        with self._ours(path):
+            async with asyncio.timeout(None) as patience:
+                async for chunk in response.content.iter_any():
+                    for line in lines.feed(chunk):
+                        payload = line[5:].strip() if line.startswith(b"data:") else b""
+                        ended = ended or payload == b"[DONE]"
+                        if payload and not ended:
+                            yield payload
+                    if ended:
+                        patience.reschedule(asyncio.get_running_loop().time() + LAST_BYTES_S)
+
+    @contextmanager
+    def _ours(self, path: str) -> Iterator[None]:
+        """The one place where aiohttp's errors become ours."""
+        try:
+            yield
+        except aiohttp.ClientResponseError as error:
+            message = f"what answers at {self.url} does not speak HTTP: {error.message}"
+            raise BackendError(message, operation=path) from error
+        except aiohttp.InvalidURL as error:
+            raise InvalidInput(f"not a usable address: {self.url}", field="url") from error
+        except aiohttp.ServerTimeoutError as error:
+            message = f"{self.url} could not be reached within {self.timeouts.connect_s:g} s"
+            raise BackendUnavailable(message, operation=path) from error
+        except (aiohttp.ClientError, OSError) as error:
+            message = f"{self.url}: {_reason(error)}"
+            raise BackendUnavailable(message, operation=path) from error
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise BackendUnavailable(f"the client of {self.url} is closed", operation="connect")
+        if self._session is None:
+            connector = aiohttp.TCPConnector(
+                limit=0,
+                keepalive_timeout=IDLE_CONNECTION_S,
+                ttl_dns_cache=60,
+                socket_factory=_socket,
+            )
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.timeouts.connect_s),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=("User-Agent", "Accept-Encoding"),
+                trust_env=False,
+                read_bufsize=2**20,
+            )
+        return self._session
+
+
+class Lines:
+    """Cuts a byte stream into lines; LF and CRLF; a partial line waits for its rest."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        head, newline, rest = chunk.partition(b"\n")
+        if not newline:
+            self._parts.append(chunk)
+            return []
+        self._parts.append(head)
+        *lines, tail = [b"".join(self._parts), *rest.split(b"\n")]
+        self._parts = [tail] if tail else []
+        return [line.removesuffix(b"\r") for line in lines]
+
+
+def parse_retry_after(header: str, now_s: float) -> float | None:
+    """Seconds from ``Retry-After``: a number, or an HTTP date; None for anything else."""
+    text = header.strip()
+    if text.replace(".", "", 1).isdecimal():
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - now_s)
+    except ValueError:
+        return None
+
+
+def _root(base_url: str) -> str:
+    try:
+        url = yarl.URL(base_url.strip())
+    except ValueError as error:
+        raise InvalidInput(f"not a URL: {base_url!r}: {error}", field="url") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise InvalidInput(f"not an http:// or https:// URL: {base_url!r}", field="url")
+    return str(url.with_query(None).with_fragment(None)).rstrip("/").removesuffix("/v1")
+
+
+def _socket(info: tuple[Any, Any, int, str, tuple[Any, ...]]) -> socket.socket:
+    family, kind, protocol, _, _ = info
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        option = getattr(socket, name, None)
+        if option is not None:
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
+
+
+def _reason(error: Exception) -> str:
+    """What happened, in a few words: the errors of aiohttp often have no text of their own."""
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "the server closed the connection without an answer"
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "the connection broke off in the middle of the answer"
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    return getattr(cause, "strerror", None) or str(cause) or type(error).__name__

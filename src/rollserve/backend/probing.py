@@ -1,0 +1,96 @@
+"""What every probe asks: is this a model server, does it serve the model, which engine is it."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+import msgspec
+
+from rollserve.backend.http import Answer, Http
+from rollserve.backend.refusals import describe, message_of
+from rollserve.errors import BackendError, BackendUnavailable, InvalidInput
+
+RAW_LOGPROBS = (
+    "logprobs are those before temperature, top_p and top_k: right only at temperature 1 without "
+    "truncation; for anything else start the server with --logprobs-mode processed_logprobs"
+)
+NO_VERSIONS = "reports no weight versions: those of sampled tokens are inferred from the policy's"
+
+
+class Model(msgspec.Struct, frozen=True):
+    id: str
+    max_model_len: int | None = None
+    root: str | None = None
+    meta: dict[str, Any] | None = None
+
+    @property
+    def context_tokens(self) -> int | None:
+        """vLLM's and SGLang's field, or llama.cpp's."""
+        trained = (self.meta or {}).get("n_ctx")
+        return self.max_model_len or (trained if isinstance(trained, int) else None)
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[Model]
+
+
+async def served_models(http: Http, model: str) -> list[Model]:
+    """What ``/v1/models`` lists. Raises ``InvalidInput``: field ``url`` when what answers is no such
+    server, ``api_key`` when it wants one, ``model`` when it serves others."""
+    answer = await ask(http, "/v1/models")
+    if answer.status in (401, 403):
+        raise InvalidInput(f"{http.url} refused the key: {message_of(answer)}", field="api_key")
+    if answer.status != 200:
+        raise InvalidInput(
+            f"no inference server at {http.url}: /v1/models gave {describe(answer)}", field="url"
+        )
+    try:
+        models = msgspec.json.decode(answer.body, type=_Models).data
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        message = f"no inference server at {http.url}: /v1/models gave {describe(answer)}"
+        raise InvalidInput(message, field="url") from None
+    names = [served.id for served in models]
+    if model not in names:
+        near = get_close_matches(model, names, n=1, cutoff=0.4)
+        raise InvalidInput(
+            f"{http.url} does not serve the model {model!r}; it serves: {', '.join(names) or 'none'}",
+            field="model",
+            hint=f"did you mean {near[0]!r}?" if near else None,
+        )
+    return sorted(models, key=lambda served: served.id != model)
+
+
+async def ask(http: Http, path: str) -> Answer:
+    """GET for a probe: a server that can't be reached is the caller's wrong address."""
+    try:
+        return await http.get(path)
+    except (BackendUnavailable, BackendError) as error:
+        raise InvalidInput(f"no inference server at {http.url}: {error.message}", field="url") from error
+
+
+async def engine_name(http: Http, default: str) -> str:
+    """``rollserve-local``, ``vllm 0.32.0``, … as the server calls itself."""
+    info = _object(await ask(http, "/server_info"))
+    if isinstance(info.get("engine"), str):
+        return str(info["engine"])
+    version = _object(await ask(http, "/version")).get("version")
+    return f"{default} {version}" if isinstance(version, str) else default
+
+
+def _object(answer: Answer) -> dict[str, Any]:
+    if answer.status != 200:
+        return {}
+    try:
+        body = msgspec.json.decode(answer.body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def logprobs_mode(greedy_logprobs: list[float]) -> str:
+    """From logprobs sampled with ``top_k=1``: of the distribution that was sampled they are exactly 0,
+    of the model's they are not."""
+    if not greedy_logprobs:
+        return "unknown"
+    return "processed" if max(abs(value) for value in greedy_logprobs) < 1e-6 else "raw"

@@ -1,0 +1,170 @@
+"""Finished groups as a trainer sees them, and the loop that leases, renews and acks them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rollserve.client.http import Transport
+from rollserve.errors import LeaseLost, StaleEpoch
+from rollserve.records.rollout import Group, Rollout
+from rollserve.records.sample import Sample
+from rollserve.wire import Delivery, LeaseGroups, from_wire, parse_lease
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRollout:
+    """A rollout that has ended, with its samples (none where it failed before the model spoke)."""
+
+    rollout: Rollout
+    samples: list[Sample]
+
+    @property
+    def reward(self) -> float | None:
+        return self.rollout.reward
+
+
+@dataclass(slots=True)
+class FinishedGroup:
+    """A finished group, leased. Ack it once its samples are safe with the trainer."""
+
+    group: Group
+    rollouts: list[FinishedRollout]
+    lease_id: str
+    epoch: int
+    policy_version: int
+    _transport: Transport = field(repr=False)
+    _settled: bool = False
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for rollout in self.rollouts for sample in rollout.samples]
+
+    @property
+    def rewards(self) -> list[float | None]:
+        """One entry a rollout; None where it was not graded."""
+        return [rollout.reward for rollout in self.rollouts]
+
+    @property
+    def settled(self) -> bool:
+        return self._settled
+
+    async def ack(self) -> None:
+        """Ours now: not delivered again unless rewound. Idempotent. Raises ``LeaseLost``,
+        ``StaleEpoch`` when another trainer took over."""
+        if not self._settled:
+            await self._transport.request("POST", f"/v1/deliveries/{self.lease_id}/ack")
+            self._settled = True
+
+    async def nack(self) -> None:
+        """Give it back: it is delivered again at once. Idempotent."""
+        if not self._settled:
+            await self._transport.request("POST", f"/v1/deliveries/{self.lease_id}/nack")
+            self._settled = True
+
+    async def renew(self, ttl_s: float | None = None) -> None:
+        await self._transport.request("POST", f"/v1/deliveries/{self.lease_id}/renew", {"ttl_s": ttl_s})
+
+
+async def lease(transport: Transport, run_id: str, body: LeaseGroups) -> list[FinishedGroup]:
+    """One request for finished groups; empty when none finished within ``wait_s``. A lost answer is
+    not asked for again: its lease expires and the groups come back."""
+    raw = await transport.request(
+        "POST",
+        f"/v1/runs/{run_id}/deliveries",
+        body.model_dump(),
+        msgpack=True,
+        repeatable=False,
+    )
+    delivery = msgspec.msgpack.decode(raw, type=Delivery)
+    granted = parse_lease(delivery)
+    if granted is None:
+        return []
+    return [
+        FinishedGroup(
+            group=Group.model_validate(item.group),
+            rollouts=[
+                FinishedRollout(Rollout.model_validate(entry.rollout), [from_wire(s) for s in entry.samples])
+                for entry in item.rollouts
+            ],
+            lease_id=granted.id,
+            epoch=granted.epoch,
+            policy_version=delivery.policy_version,
+            _transport=transport,
+        )
+        for item in delivery.groups
+    ]
+
+
+class GroupStream:
+    """Finished groups as they come, one lease each, ``prefetch`` of them held ahead. Leases are
+    renewed while held; when the stream is closed, unsettled ones are given back."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        run_id: str,
+        *,
+        trainer: str,
+        epoch: int | None,
+        prefetch: int,
+        ttl_s: float,
+    ) -> None:
+        self._transport = transport
+        self._run_id = run_id
+        self._body = LeaseGroups(
+            trainer=trainer, epoch=epoch, max_groups=1, wait_s=min(20.0, ttl_s / 3), ttl_s=ttl_s
+        )
+        self._ttl_s = ttl_s
+        self._ready: asyncio.Queue[FinishedGroup | BaseException] = asyncio.Queue(maxsize=max(1, prefetch))
+        self._held: dict[str, FinishedGroup] = {}
+
+    async def _fetch(self) -> None:
+        try:
+            while True:
+                for group in await lease(self._transport, self._run_id, self._body):
+                    self._held[group.lease_id] = group
+                    await self._ready.put(group)
+        except Exception as error:  # handed to the consumer, who raises it
+            await self._ready.put(error)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._ttl_s / 3)
+            for lease_id, group in list(self._held.items()):
+                if group.settled:
+                    self._held.pop(lease_id, None)
+                    continue
+                try:
+                    await group.renew(self._ttl_s)
+                except (LeaseLost, StaleEpoch):
+                    self._held.pop(lease_id, None)  # the consumer learns of it from ack()
+
+    async def groups(self, *, auto_ack: bool) -> AsyncGenerator[FinishedGroup, None]:
+        """Yields for ever; ``auto_ack`` acks a group when the next one is asked for."""
+        tasks = [asyncio.create_task(self._fetch()), asyncio.create_task(self._renew())]
+        try:
+            while True:
+                item = await self._ready.get()
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+                if auto_ack:
+                    await item.ack()
+                if item.settled:
+                    self._held.pop(item.lease_id, None)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._give_back()
+
+    async def _give_back(self) -> None:
+        """Best effort: what can't be given back now comes back when its lease expires."""
+        for group in list(self._held.values()):
+            if not group.settled:
+                with_deadline = asyncio.wait_for(group.nack(), timeout=5)
+                await asyncio.gather(with_deadline, return_exceptions=True)

@@ -1,0 +1,131 @@
+"""One HTTP conversation with a server: typed errors, and retries that can do no harm.
+
+A request is tried again only where a second one has the same effect as the first: reads, and writes
+that carry an idempotency key or are idempotent by meaning. What that is, the caller says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from rollserve import errors
+from rollserve.wire import JSON, MSGPACK
+
+RETRY_STATUSES = frozenset({429, 502, 503, 504})
+
+
+class RemoteError(errors.RollserveError):
+    """The server answered an error that has no class of its own here; ``code`` is the server's."""
+
+    def __init__(self, message: str, *, code: str, status: int, field: str | None, hint: str | None) -> None:
+        super().__init__(message, field=field, hint=hint)
+        self.remote_code = code
+        self.remote_status = status
+
+
+def _request_errors(base: type[errors.RollserveError]) -> Iterator[type[errors.RollserveError]]:
+    for cls in base.__subclasses__():
+        if not issubclass(cls, errors.EpisodeFailure | RemoteError):
+            yield cls
+            yield from _request_errors(cls)
+
+
+def to_error(status: int, body: bytes, retry_after: str | None) -> errors.RollserveError:
+    """The typed error of a problem+json answer."""
+    try:
+        problem = msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        problem = {"detail": body[:500].decode(errors="replace") or f"status {status}"}
+    detail = str(problem.get("detail") or problem.get("title") or f"status {status}")
+    code, field, hint = str(problem.get("code", "")), problem.get("field"), problem.get("hint")
+    if code == errors.UnknownName.code:
+        return errors.InvalidInput(detail, field=field, hint=hint)
+    for cls in _request_errors(errors.RollserveError):
+        if cls.code == code:
+            seconds = float(retry_after) if retry_after and retry_after.replace(".", "").isdigit() else None
+            return cls(detail, field=field, hint=hint, retry_after_s=seconds)
+    return RemoteError(detail, code=code or "unknown", status=status, field=field, hint=hint)
+
+
+class Transport:
+    """Requests to one server. ``attempts`` bounds tries of a repeatable request, ``patience_s`` the
+    time spent on them."""
+
+    def __init__(
+        self, url: str, api_key: str | None, *, timeout_s: float, attempts: int = 8, patience_s: float = 60.0
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, connect=10)
+        self._attempts = attempts
+        self._patience_s = patience_s
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=self._timeout,
+            )
+        return self._session
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        params: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        repeatable: bool = True,
+        msgpack: bool = False,
+    ) -> bytes:
+        """The body of a 2xx answer. Raises the server's typed error, ``Unavailable`` when it can't
+        be reached."""
+        data = None if body is None else msgspec.json.encode(body)
+        sent = {"Accept": MSGPACK if msgpack else JSON, **(headers or {})}
+        if data is not None:
+            sent["Content-Type"] = JSON
+        query = {key: str(value) for key, value in (params or {}).items() if value is not None}
+        attempts = self._attempts if repeatable else 1
+        deadline = asyncio.get_running_loop().time() + self._patience_s
+        for attempt in range(1, attempts + 1):
+            try:
+                return await self._once(method, path, data, query, sent)
+            except (errors.QueueFull, errors.Unavailable) as error:
+                delay = error.retry_after_s or min(5.0, 0.1 * 2**attempt) * random.uniform(0.5, 1.5)
+                now = asyncio.get_running_loop().time()
+                if attempt == attempts or now + delay > deadline:
+                    raise
+                await asyncio.sleep(delay)
+        raise AssertionError("unreachable")
+
+    async def _once(
+        self, method: str, path: str, data: bytes | None, query: dict[str, str], headers: dict[str, str]
+    ) -> bytes:
+        try:
+            async with self.session.request(
+                method, self.url + path, data=data, params=query, headers=headers
+            ) as answer:
+                body = await answer.read()
+                if answer.status < 400:
+                    return body
+                raise to_error(answer.status, body, answer.headers.get("Retry-After"))
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise errors.Unavailable(
+                f"no answer from {self.url}: {type(error).__name__} {error}".rstrip(),
+                hint="is the server running? `rollserve serve` starts one",
+            ) from error

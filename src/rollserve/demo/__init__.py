@@ -1,0 +1,1 @@
+"""The demo: server, inference server and trainer as separate processes that know each other by URL."""

@@ -1,0 +1,248 @@
+"""``python -m rollserve.demo``: a policy learns through the service, on this machine, in minutes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rollserve.client import Client
+from rollserve.demo.processes import Processes, Running, free_port
+from rollserve.demo.record import Follower, Record
+from rollserve.demo.view import View
+from rollserve.errors import InfrastructureFailure, RollserveError
+from rollserve.records.rollout import RolloutState
+from rollserve.sandbox.registry import make_runtime
+
+OBSERVE_EVERY_S = 0.5
+VLLM_PLUGIN = "rollserve_file"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    backend: str
+    seed: int
+    steps: int
+    output: Path
+    runtime: str
+    allow_unsafe: bool
+    vllm_python: Path
+    json: bool
+
+
+def parse(arguments: list[str] | None = None) -> Options:
+    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
+    parser.add_argument("--backend", choices=["local", "vllm"], default="local")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=150, help="at most this many gradient steps")
+    parser.add_argument("--output", type=Path, default=Path("demo-output"))
+    parser.add_argument("--runtime", default="bubblewrap", help="sandbox runtime of the tasks")
+    parser.add_argument(
+        "--allow-unsafe",
+        action="store_true",
+        help="accept `--runtime process`, which isolates nothing: tool calls run as you",
+    )
+    parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"))
+    parser.add_argument("--json", action="store_true", help="print the report as JSON at the end")
+    return Options(**vars(parser.parse_args(arguments)))
+
+
+def check_runtime(options: Options) -> None:
+    """Raises ``InfrastructureFailure`` saying what to do when the runtime does not work here."""
+    report = make_runtime(options.runtime, options.output).report()
+    if not report.usable:
+        raise InfrastructureFailure(
+            f"the {report.name} runtime does not work on this machine: {report.detail}",
+            hint=f"{report.remedy}; or, knowing that it isolates nothing, "
+            "run `./scripts/demo --runtime process --allow-unsafe`",
+        )
+    if not report.isolated and not options.allow_unsafe:
+        raise InfrastructureFailure(
+            f"the runtime {report.name!r} is UNSAFE: what the model writes runs as you, on this machine",
+            hint="add --allow-unsafe to go on all the same",
+        )
+
+
+class Demo:
+    """Starts the processes, watches them, and reports."""
+
+    def __init__(self, options: Options, console: Console) -> None:
+        self._options = options
+        self._console = console
+        self._output = options.output
+        self._processes = Processes(options.output / "logs")
+        self._server_url = f"http://127.0.0.1:{free_port()}"
+        self._backend_url = f"http://127.0.0.1:{free_port()}"
+        self._record = Record()
+
+    async def run(self) -> dict[str, Any]:
+        try:
+            await self._make_model()
+            self._console.print("starting the inference server, the rollserve server and the trainer")
+            backend = self._start_backend()
+            server = self._start_server()
+            await self._processes.wait_ready(server, f"{self._server_url}/readyz", 60)
+            await self._processes.wait_ready(backend, f"{self._backend_url}/health", 300)
+            progress = self._output / "progress.jsonl"
+            progress.unlink(missing_ok=True)
+            trainer = self._start_trainer(progress)
+            async with Client(self._server_url) as client:
+                await self._watch(trainer, Follower(progress), client)
+                return await self._conclude(client)
+        finally:
+            self._processes.stop()
+
+    async def _make_model(self) -> None:
+        """A tiny policy, warm-started for a few seconds so that it has the skill and not the habit."""
+        started = time.monotonic()
+        self._console.print(f"making and warm-starting a tiny policy (seed {self._options.seed})")
+        command = [
+            *(sys.executable, "-m", "rollserve.trainers.tiny"),
+            *("--out", str(self._model_dir), "--seed", str(self._options.seed)),
+        ]
+        making = self._processes.start("model", command)
+        await asyncio.to_thread(making.process.wait)
+        self._processes.check()
+        self._console.print(f"policy ready after {time.monotonic() - started:.0f} s")
+
+    @property
+    def _model_dir(self) -> Path:
+        return self._output / "model"
+
+    def _start_backend(self) -> Running:
+        port = self._backend_url.rsplit(":", 1)[1]
+        if self._options.backend == "vllm":
+            return self._start_vllm(port)
+        command = [
+            *(sys.executable, "-m", "rollserve.localserver", "--model", str(self._model_dir)),
+            *("--port", port, "--served-model-name", "demo", "--threads", "1"),
+        ]
+        return self._processes.start("inference-server", command)
+
+    def _start_vllm(self, port: str) -> Running:
+        """vLLM 0.32 on the CPU; started as a module since the wheel's own command misses its name."""
+        if not self._options.vllm_python.exists():
+            raise InfrastructureFailure(
+                f"no vLLM environment at {self._options.vllm_python}", hint="./scripts/setup-vllm makes it"
+            )
+        command = [
+            *(str(self._options.vllm_python), "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(self._model_dir), "--host", "127.0.0.1", "--port", port),
+            *("--served-model-name", "demo", "--dtype", "float32", "--enforce-eager"),
+            *("--max-model-len", "1024", "--enable-scale-out"),
+            *("--logprobs-mode", "processed_logprobs"),
+            *("--weight-transfer-config", json.dumps({"backend": VLLM_PLUGIN})),
+        ]
+        env = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+        }
+        return self._processes.start("inference-server", command, env)
+
+    def _start_server(self) -> Running:
+        port = self._server_url.rsplit(":", 1)[1]
+        command = [
+            *(sys.executable, "-m", "rollserve", "serve", "--port", port),
+            *("--data-dir", str(self._output / "data"), "--runtime", self._options.runtime),
+        ]
+        if self._options.allow_unsafe:
+            command.append("--allow-unsafe-runtime")
+        return self._processes.start("server", command)
+
+    def _start_trainer(self, progress: Path) -> Running:
+        command = [
+            *(sys.executable, "-m", "rollserve.demo.trainer"),
+            *("--server", self._server_url, "--backend", self._backend_url),
+            *("--kind", self._options.backend, "--model-dir", str(self._model_dir)),
+            *("--progress", str(progress), "--seed", str(self._options.seed)),
+            *("--steps", str(self._options.steps), "--runtime", self._options.runtime),
+        ]
+        env = {"OMP_NUM_THREADS": "1"}
+        return self._processes.start("trainer", command, env)
+
+    async def _watch(self, trainer: Running, follower: Follower, client: Client) -> None:
+        """Until the trainer ends. Raises ``InfrastructureFailure`` when any process dies."""
+        with View(self._console) as view:
+            while True:
+                ended = trainer.process.poll() is not None
+                for event in follower.new():
+                    self._record.take(event)
+                self._processes.check()
+                if ended:
+                    return
+                with suppress(RollserveError):
+                    self._record.observe(await client.status())
+                view.show(self._record)
+                await asyncio.sleep(OBSERVE_EVERY_S)
+
+    async def _conclude(self, client: Client) -> dict[str, Any]:
+        from rollserve.demo import report  # matplotlib takes a second to import
+
+        stuck = 0
+        for state in (RolloutState.QUEUED, RolloutState.RUNNING):
+            async for _ in client.rollouts(state=state.value):
+                stuck += 1
+        data = report.report(
+            self._record, seed=self._options.seed, backend=self._options.backend, stuck=stuck
+        )
+        report.picture(self._record, self._output / "learning.png")
+        example = self._record.steps[-1]["example"]
+        trajectory = report.readable(await client.trajectory(example))
+        (self._output / "trajectory.txt").write_text(trajectory)
+        report.write(data, Path("demo-report.json"))
+        return data
+
+
+def conclude(options: Options, data: dict[str, Any], console: Console) -> None:
+    if options.json:
+        print(json.dumps(data))
+        return
+    console.print(
+        f"\nsuccess on fresh tasks: {data['success_rate_start']:.2f} → {data['success_rate_end']:.2f} "
+        f"in {data['steps']} steps, {data['train_seconds']:.0f} s of training; "
+        f"trainer idle {data['trainer_idle_share']:.0%}"
+    )
+    console.print(f"picture:     {options.output / 'learning.png'}")
+    console.print(f"trajectory:  {options.output / 'trajectory.txt'}")
+    console.print("figures:     demo-report.json")
+    console.print("next:        .venv/bin/rollserve doctor   what this machine can do")
+    console.print(
+        f"             .venv/bin/rollserve serve --data-dir {options.output / 'data'}   look around"
+    )
+    console.print("             docs/quickstart.md   your own agent, task and trainer")
+
+
+def main() -> int:
+    options = parse()
+    console = Console(stderr=options.json, highlight=False)
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    options.output.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        check_runtime(options)
+        data = asyncio.run(Demo(options, console).run())
+    except RollserveError as error:
+        console.print(f"the demo stopped: {error}", style="red", markup=False)
+        return 1
+    except KeyboardInterrupt:
+        console.print("stopped; every process of the demo has been ended")
+        return 130
+    conclude(options, data, console)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

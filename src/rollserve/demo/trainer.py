@@ -1,0 +1,246 @@
+"""The demo's trainer process: keeps groups in flight, learns from finished ones as they come.
+
+It knows the rollserve server and the inference server by URL alone. What happens is written as JSON
+lines to ``--progress``, one object an event, for whoever watches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollserve.client import Client, FinishedGroup, RunHandle
+from rollserve.records.policy import BackendKind, RendererSpec
+from rollserve.records.run import SamplingSettings
+from rollserve.records.task import AgentSpec, GraderSpec, Limits, Task
+from rollserve.trainers.grpo import GRPOConfig, GRPOTrainer
+from rollserve.trainers.tiny.task import make_task
+from rollserve.trainers.weights import LocalWeights, VllmWeights, WeightSync
+from rollserve.wire import CreatePolicy, OpenRun, RegisterBackend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to train. ``off_policy_groups`` is how many groups are in flight beyond one step's."""
+
+    server: str
+    backend: str
+    kind: BackendKind
+    model_dir: Path
+    progress: Path
+    seed: int = 0
+    steps: int = 100
+    groups_per_step: int = 8
+    rollouts: int = 8
+    off_policy_groups: int = 8
+    eval_tasks: int = 200
+    learning_rate: float = 1e-3
+    stop_at: float = 0.97
+    runtime: str | None = None
+
+
+class Progress:
+    """Appends JSON lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def write(self, event: str, **values: Any) -> None:
+        self._file.write(json.dumps({"event": event, "at": time.time(), **values}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def demo_task(rng: random.Random, runtime: str | None) -> Task:
+    """The look-up task: the answer is only to be found in the sandbox, two files away."""
+    made = make_task(rng)
+    return Task(
+        instruction=made["instruction"],
+        files=made["files"],
+        runtime=runtime,
+        agent=AgentSpec(name="tool"),
+        tools=["shell"],
+        grader=GraderSpec(name="exact", options={"answer": made["answer"]}),
+        limits=Limits(max_turns=5, run_s=60, command_s=10),
+    )
+
+
+@dataclass
+class Totals:
+    rollouts: int = 0
+    tokens: int = 0
+    waited_s: float = 0.0
+    rewards: list[float] = field(default_factory=list)
+
+
+class Training:
+    """One training run from the first evaluation to the last."""
+
+    def __init__(self, plan: Plan, client: Client, progress: Progress) -> None:
+        self._plan = plan
+        self._client = client
+        self._progress = progress
+        self._rng = random.Random(plan.seed)
+        self._eval_rng = random.Random(f"eval-{plan.seed}")
+        self._model = AutoModelForCausalLM.from_pretrained(plan.model_dir, dtype=torch.float32)
+        self._model.train()
+        parameters = list(self._model.parameters())
+        self._trainer = GRPOTrainer(
+            lambda ids, attention: self._model(input_ids=ids, attention_mask=attention).logits,
+            parameters,
+            torch.optim.Adam(parameters, lr=plan.learning_rate),
+            GRPOConfig(),
+        )
+        weights = plan.model_dir.parent / "weights"
+        self._sync: WeightSync = (
+            VllmWeights(plan.backend, weights)
+            if plan.kind is BackendKind.VLLM
+            else LocalWeights(plan.backend, weights)
+        )
+        self._totals = Totals()
+
+    async def run(self) -> None:
+        await self._client.create_policy(
+            CreatePolicy(
+                name="demo",
+                model="demo",
+                tokenizer=str(self._plan.model_dir.absolute()),
+                renderer=RendererSpec(name="qwen3", options={"enable_thinking": False}),
+            )
+        )
+        backend = RegisterBackend(url=self._plan.backend, kind=self._plan.kind)
+        await self._client.register_backend("demo", backend)
+        start = await self._evaluate("start")
+        await self._train()
+        end = await self._evaluate("end")
+        self._progress.write("done", success_rate_start=start, success_rate_end=end)
+
+    async def _open(self, name: str) -> RunHandle:
+        sampling = SamplingSettings(temperature=1.0, max_tokens=48)
+        return await self._client.open_run(OpenRun(policy="demo", name=name, sampling=sampling))
+
+    async def _evaluate(self, when: str) -> float:
+        """Success rate on fresh tasks, one rollout each, under the policy as it is now."""
+        run = await self._open(f"eval-{when}")
+        tasks = [demo_task(self._eval_rng, self._plan.runtime) for _ in range(self._plan.eval_tasks)]
+        await run.submit(tasks, num_rollouts=1)
+        rewards: list[float] = []
+        async with aclosing(run.groups(prefetch=16)) as groups:
+            async for group in groups:
+                rewards += [reward for reward in group.rewards if reward is not None]
+                if len(rewards) + sum(r is None for r in group.rewards) >= len(tasks):
+                    await group.ack()
+                    break
+                self._progress.write("eval", when=when, done=len(rewards), of=len(tasks))
+        await run.close()
+        rate = sum(rewards) / max(1, len(rewards))
+        self._progress.write("evaluated", when=when, success_rate=rate, rollouts=len(rewards))
+        return rate
+
+    async def _train(self) -> None:
+        run = await self._open("train")
+        started = time.time()
+        self._progress.write("train", run_id=run.id)
+        in_flight = self._plan.groups_per_step + self._plan.off_policy_groups
+        await self._submit(run, in_flight)
+        async with aclosing(run.groups(prefetch=self._plan.groups_per_step)) as groups:
+            for step in range(1, self._plan.steps + 1):
+                batch = await self._collect(run, groups)
+                if await self._step(step, batch):
+                    break
+        await run.close()
+        self._progress.write(
+            "trained",
+            train_seconds=time.time() - started,
+            waited_s=self._totals.waited_s,
+            rollouts=self._totals.rollouts,
+            tokens=self._totals.tokens,
+            version=self._trainer.version,
+        )
+
+    async def _submit(self, run: RunHandle, groups: int) -> None:
+        tasks = [demo_task(self._rng, self._plan.runtime) for _ in range(groups)]
+        await run.submit(tasks, num_rollouts=self._plan.rollouts)
+
+    async def _collect(
+        self, run: RunHandle, groups: AsyncGenerator[FinishedGroup, None]
+    ) -> list[FinishedGroup]:
+        """The next step's groups, each replaced by a new one so that the number in flight stays."""
+        batch: list[FinishedGroup] = []
+        waiting = time.perf_counter()
+        while len(batch) < self._plan.groups_per_step:
+            batch.append(await anext(groups))
+        self._totals.waited_s += time.perf_counter() - waiting
+        await self._submit(run, len(batch))
+        return batch
+
+    async def _step(self, step: int, batch: list[FinishedGroup]) -> bool:
+        """One gradient step, then new weights to the backend; True when the target is reached."""
+        began = time.time()
+        stats = await asyncio.to_thread(self._trainer.step, batch)
+        stepped = time.time()
+        pushed_s = 0.0
+        if stats is not None:
+            pushed_s = await self._sync.push(self._model.state_dict(), self._trainer.version)
+            await self._client.set_version("demo", self._trainer.version)
+        rewards = [r for group in batch for r in group.rewards if r is not None]
+        reward = sum(rewards) / max(1, len(rewards))
+        self._totals.rewards.append(reward)
+        self._totals.rollouts += sum(len(group.rollouts) for group in batch)
+        self._totals.tokens += sum(int(s.loss_mask.sum()) for group in batch for s in group.samples)
+        self._progress.write(
+            "step",
+            step=step,
+            began=began,
+            stepped=stepped,
+            pushed_s=pushed_s,
+            reward=reward,
+            version=self._trainer.version,
+            waited_s=self._totals.waited_s,
+            rollouts=self._totals.rollouts,
+            tokens=self._totals.tokens,
+            stats=None if stats is None else asdict(stats),
+            example=batch[0].rollouts[0].rollout.id,
+        )
+        recent = self._totals.rewards[-5:]
+        return len(recent) == 5 and sum(recent) / 5 >= self._plan.stop_at
+
+
+def parse(arguments: list[str] | None = None) -> Plan:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--server", required=True)
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--kind", type=BackendKind, default=BackendKind.LOCAL)
+    parser.add_argument("--model-dir", type=Path, required=True)
+    parser.add_argument("--progress", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--runtime", default=None)
+    return Plan(**vars(parser.parse_args(arguments)))
+
+
+async def main(plan: Plan) -> None:
+    torch.manual_seed(plan.seed)
+    torch.set_num_threads(1)
+    progress = Progress(plan.progress)
+    try:
+        async with Client(plan.server) as client:
+            await Training(plan, client, progress).run()
+    finally:
+        progress.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(parse()))

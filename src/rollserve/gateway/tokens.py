@@ -1,0 +1,295 @@
+"""The one door to ``tokenizers``: load a tokenizer, and encode text so that no text of a message can
+become a control token.
+
+A message's text may hold what looks like a control token (``<|im_start|>``, ``<tool_call>``). Chat
+templates join such text with their own frame before they encode, so the frame's real control tokens
+and the look-alikes can't be told apart afterwards. ``guard`` therefore replaces a look-alike, before
+rendering, by ``OPEN hex(utf-8) CLOSE`` (two private-use characters; where they occur in the text
+themselves they are replaced too, so that after ``guard`` each one is ours), and ``encode`` encodes
+what is between them with a second tokenizer that knows no added tokens. Text without look-alikes costs
+one compiled search.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from rollserve.errors import InvalidInput
+from rollserve.gateway.template import ChatTemplate
+
+OPEN, CLOSE = "\uf8f0", "\uf8f1"
+_GUARDED = re.compile(f"{OPEN}([0-9a-f]*){CLOSE}")
+_MARKUP = re.compile(r"[<\[]\S*[>\]]", re.DOTALL)
+_CACHED_CHARS = 32
+_CACHED_TEXTS = 1024
+_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>", "<eos>")
+
+
+def is_control(token: str, special: bool) -> bool:
+    """Whether an added token carries structure: it is special, or reads like markup. Other added
+    tokens (runs of blanks, frequent phrases) are ordinary text."""
+    return special or _MARKUP.fullmatch(token) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """A tokenizer as found on disk or hub: its JSON, its settings, its chat template."""
+
+    name: str
+    tokenizer_json: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+
+
+class TextTokenizer:
+    """What ``renderers`` asks of a tokenizer, over ``tokenizers`` alone, with guarded text.
+
+    It has no ``__call__`` with offsets on purpose: we need no content masks, and they cost an extra
+    encoding a segment.
+    """
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        self.name_or_path = files.name
+        self._template = None if files.chat_template is None else ChatTemplate(files.chat_template)
+        self.settings = files.settings
+        document = json.loads(files.tokenizer_json)
+        self._inner = Tokenizer.from_str(files.tokenizer_json)
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._plain = Tokenizer.from_str(json.dumps({**document, "added_tokens": [], "post_processor": None}))
+        self._plain.no_truncation()
+        self._plain.no_padding()
+        added = document.get("added_tokens") or []
+        control = {t["content"]: t["id"] for t in added if is_control(t["content"], bool(t.get("special")))}
+        self.control_ids = frozenset(control.values())
+        self._lookalike = re.compile(
+            "|".join(re.escape(t) for t in [*sorted(control, key=len, reverse=True), OPEN, CLOSE])
+        )
+        # A token marked ``normalized`` is looked for in the normalised text: full-width letters may
+        # become one there.
+        self._normalizes = self._inner.normalizer is not None and any(
+            t.get("normalized") and t["content"] in control for t in added
+        )
+        self._cache: dict[str, list[int]] = {}
+        self.unk_token_id = self._token_setting("unk_token")
+        self.eos_token_id = self._token_setting("eos_token")
+        if self.eos_token_id is None:
+            known = (self._inner.token_to_id(token) for token in _END_TOKENS)
+            self.eos_token_id = next((token_id for token_id in known if token_id is not None), None)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._inner.get_vocab_size()
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        return [t.content for t in self._inner.get_added_tokens_decoder().values() if t.special]
+
+    def _token_setting(self, name: str) -> int | None:
+        value = self.settings.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        return self._inner.token_to_id(text) if isinstance(text, str) else None
+
+    def guard(self, text: str) -> str:
+        """``text`` with every look-alike replaced, see the module's head."""
+        guarded = self._lookalike.sub(_replace, text) if self._lookalike.search(text) else text
+        if self._normalizes:
+            rest: str = self._inner.normalizer.normalize_str(_GUARDED.sub("", guarded))
+            if self._lookalike.search(rest):
+                return _wrap(text)
+        return guarded
+
+    def encode(self, text: str, *args: object, **kwargs: object) -> list[int]:
+        """Token ids of template text with guarded stretches in it."""
+        short = len(text) <= _CACHED_CHARS
+        if short and (known := self._cache.get(text)) is not None:
+            return known.copy()
+        ids = self._encode_guarded(text) if OPEN in text else self._encode(text)
+        if short and len(self._cache) < _CACHED_TEXTS:
+            self._cache[text] = ids.copy()
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _encode_guarded(self, text: str) -> list[int]:
+        ids: list[int] = []
+        at = 0
+        for found in _GUARDED.finditer(text):
+            if found.start() > at:
+                ids += self._encode(text[at : found.start()])
+            ids += self.encode_plain(bytes.fromhex(found[1]).decode())
+            at = found.end()
+        if at < len(text):
+            ids += self._encode(text[at:])
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of text that is only text. A model that has a look-alike in its own vocabulary gets it
+        in smaller pieces."""
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        if len(text) < 2 or self.control_ids.isdisjoint(ids):
+            return ids
+        middle = len(text) // 2
+        return self.encode_plain(text[:middle]) + self.encode_plain(text[middle:])
+
+    def decode(self, token_ids: Sequence[int], *args: object, skip_special_tokens: bool = False) -> str:
+        text: str = self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | None | list[int | None]:
+        if isinstance(tokens, str):
+            return self.token_id(tokens)
+        return [self.token_id(token) for token in tokens]
+
+    def token_id(self, token: str) -> int | None:
+        found = self._inner.token_to_id(token)
+        return self.unk_token_id if found is None else int(found)
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id])
+
+    def apply_chat_template(self, messages: Sequence[Any], **kwargs: Any) -> list[int]:
+        """Ids of the tokenizer's own template (for ``DefaultRenderer``). Raises ``InvalidInput``."""
+        return self.encode(self.template_text(messages, **kwargs))
+
+    def template_text(self, messages: Sequence[Any], **kwargs: Any) -> str:
+        if self._template is None:
+            raise InvalidInput(
+                f"tokenizer {self.name_or_path!r} has no chat template",
+                field="renderer.name",
+                hint="name a renderer such as 'qwen3', or add chat_template.jinja to its directory",
+            )
+        ignored = ("tokenize", "return_dict")
+        variables = {**_special_texts(self.settings), **kwargs, "messages": messages}
+        return self._template.render({k: v for k, v in variables.items() if k not in ignored})
+
+    def stream(self) -> TextStream:
+        return TextStream(self._inner)
+
+
+class TextStream:
+    """Text of ids that come one after another; never half a character."""
+
+    def __init__(self, inner: Tokenizer) -> None:
+        self._inner = inner
+        self._stream = DecodeStream(skip_special_tokens=False)
+
+    def push(self, token_id: int) -> str:
+        return self._stream.step(self._inner, token_id) or ""
+
+
+def _wrap(text: str) -> str:
+    return f"{OPEN}{text.encode().hex()}{CLOSE}"
+
+
+def _replace(found: re.Match[str]) -> str:
+    return _wrap(found[0])
+
+
+def _special_texts(settings: dict[str, Any]) -> dict[str, str]:
+    """``bos_token`` and the like, as templates name them."""
+    texts: dict[str, str] = {}
+    for name, value in settings.items():
+        if name.endswith("_token"):
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                texts[name] = text
+    return texts
+
+
+def load_tokenizer(name: str) -> TextTokenizer:
+    """``name``: ``tiny`` (shipped), a directory, a ``tokenizer.json``, or a hub name. Slow (up to
+    seconds for a large vocabulary): call it off the event loop. Raises ``InvalidInput`` (field
+    ``tokenizer``)."""
+    files = _read_files(name)
+    try:
+        return TextTokenizer(files)
+    except Exception as error:  # the Rust library raises bare Exception for a broken file
+        raise InvalidInput(f"{name!r} is no tokenizer.json: {error}", field="tokenizer") from error
+
+
+def _read_files(name: str) -> TokenizerFiles:
+    if name == "tiny":
+        return _from_directory(name, _shipped())
+    path = Path(name)
+    if path.is_dir():
+        return _from_directory(name, path)
+    if path.is_file():
+        return _from_directory(name, path.parent, path.name)
+    if path.is_absolute() or name.startswith(".") or name.endswith(".json"):
+        raise InvalidInput(f"no such file or directory: {name}", field="tokenizer")
+    return _from_hub(name)
+
+
+def _shipped() -> Path:
+    import rollserve
+
+    return Path(rollserve.__file__).parent / "testing" / "assets" / "tiny-tokenizer"
+
+
+def _from_directory(name: str, folder: Path, file: str = "tokenizer.json") -> TokenizerFiles:
+    return _assemble(name, {path.name: path for path in _candidates(folder, file)}, file)
+
+
+def _candidates(folder: Path, file: str) -> Iterator[Path]:
+    for each in (file, "tokenizer_config.json", "chat_template.jinja"):
+        if (folder / each).is_file():
+            yield folder / each
+
+
+def _from_hub(name: str) -> TokenizerFiles:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    found: dict[str, Path] = {}
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        try:
+            found[file] = Path(hf_hub_download(name, file))
+        except EntryNotFoundError:
+            continue  # optional, or reported below
+        except (HfHubHTTPError, HFValidationError, OSError) as error:
+            raise InvalidInput(
+                f"can't get the tokenizer {name!r}: {error}",
+                field="tokenizer",
+                hint="give a directory with tokenizer.json, or a name of the hub that this machine reaches",
+            ) from error
+    return _assemble(name, found, "tokenizer.json")
+
+
+def _assemble(name: str, found: dict[str, Path], file: str) -> TokenizerFiles:
+    if file not in found:
+        raise InvalidInput(f"{name!r} has no {file}", field="tokenizer")
+    settings: dict[str, Any] = {}
+    try:
+        if "tokenizer_config.json" in found:
+            settings = json.loads(found["tokenizer_config.json"].read_text())
+        template = settings.get("chat_template")
+        if "chat_template.jinja" in found:
+            template = found["chat_template.jinja"].read_text()
+        tokenizer_json = found[file].read_text()
+    except (ValueError, OSError) as error:
+        raise InvalidInput(f"can't read the tokenizer {name!r}: {error}", field="tokenizer") from error
+    return TokenizerFiles(
+        name=name,
+        tokenizer_json=tokenizer_json,
+        settings=settings,
+        chat_template=_default_template(template),
+    )
+
+
+def _default_template(value: object) -> str | None:
+    """Some settings hold several templates by name."""
+    if isinstance(value, list):
+        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None

@@ -1,0 +1,74 @@
+"""Who was at fault: code that is not ours raises plain Python; one context manager classifies it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from rollserve.errors import EpisodeFailure, InfrastructureFailure
+from rollserve.records.rollout import Failure
+
+_MESSAGE_CHARS = 2000
+
+
+@contextmanager
+def boundary(
+    operation: str,
+    failure: type[EpisodeFailure],
+    *,
+    passes: type[Exception] | tuple[type[Exception], ...] = InfrastructureFailure,
+    log: Callable[[str], None] | None = None,
+) -> Iterator[None]:
+    """What is raised inside and is not of ``passes`` leaves as ``failure``, its traceback in ``log``.
+
+    A ``CancelledError`` that nobody asked for (a task of the code inside was cancelled) is a crash
+    like any other.
+    """
+    try:
+        yield
+    except passes:
+        raise
+    except Exception as error:
+        raise _classified(error, operation, failure, log) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise _classified(error, operation, failure, log) from error
+
+
+def _classified(
+    error: BaseException, operation: str, failure: type[EpisodeFailure], log: Callable[[str], None] | None
+) -> EpisodeFailure:
+    if log is not None:
+        log("".join(traceback.format_exception(error, limit=-8)).rstrip())
+    if isinstance(error, failure):
+        return error
+    text = str(error) or "no message"
+    return failure(f"{type(error).__name__}: {text}"[:_MESSAGE_CHARS], operation=operation)
+
+
+def failure_of(error: EpisodeFailure) -> Failure:
+    return Failure(
+        kind=error.kind,
+        code=error.code,
+        message=str(error)[:_MESSAGE_CHARS],
+        operation=error.operation,
+    )
+
+
+def plain_json(value: Any, limit_bytes: int) -> Any:
+    """``value`` as data that JSON can hold, or a note that says why it is not kept."""
+    try:
+        encoded = msgspec.json.encode(value)
+    except (TypeError, ValueError, RecursionError, OverflowError) as error:
+        return {"not_kept": f"not JSON: {error}"[:500]}
+    if len(encoded) > limit_bytes:
+        return {"not_kept": f"{len(encoded)} bytes, over the limit of {limit_bytes}"}
+    return json.loads(encoded)

@@ -1,0 +1,144 @@
+"""Runs: opened, paused, closed, pruned."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections import OrderedDict
+
+from rollserve.errors import Conflict, InvalidInput, NotFound, UnknownName
+from rollserve.records.base import new_id
+from rollserve.records.run import Run, RunSpec, RunState
+from rollserve.rollouts.bell import Bell
+from rollserve.rollouts.cancel import Cancelled, Canceller
+from rollserve.rollouts.ports import Ports
+from rollserve.store.base import Page
+
+_MAX_KEY = 200
+
+
+def checked_key(key: str | None) -> str | None:
+    """An idempotency key, or ``InvalidInput`` for one that can't be kept."""
+    if key is None:
+        return None
+    if not 0 < len(key) <= _MAX_KEY or not key.isprintable():
+        raise InvalidInput(f"1 to {_MAX_KEY} printable characters", field="Idempotency-Key")
+    return key
+
+
+class RunSpecs:
+    """Specs by run, and as the JSON that workers get: a run's spec never changes, and the scheduler
+    asks for it at every start and end of an attempt."""
+
+    _KEPT = 1024
+
+    def __init__(self, ports: Ports) -> None:
+        self._store = ports.store
+        self._known: OrderedDict[str, tuple[RunSpec, bytes]] = OrderedDict()
+
+    async def get(self, run_id: str) -> tuple[RunSpec, bytes]:
+        """Raises ``NotFound``."""
+        known = self._known.get(run_id)
+        if known is None:
+            spec = (await self._store.get_run(run_id)).spec
+            known = self._known[run_id] = (spec, spec.model_dump_json().encode())
+            while len(self._known) > self._KEPT:
+                self._known.popitem(last=False)
+        self._known.move_to_end(run_id)
+        return known
+
+    def forget(self, run_id: str) -> None:
+        self._known.pop(run_id, None)
+
+
+class Runs:
+    """``changed`` is rung when work may start that could not before; ``happened`` on any event."""
+
+    def __init__(
+        self, ports: Ports, specs: RunSpecs, canceller: Canceller, *, changed: Bell, happened: Bell
+    ) -> None:
+        self._store = ports.store
+        self._payloads = ports.payloads
+        self._clock = ports.clock
+        self._specs = specs
+        self._canceller = canceller
+        self._changed = changed
+        self._happened = happened
+        self._opening = asyncio.Lock()
+
+    async def open(self, spec: RunSpec, key: str | None = None) -> Run:
+        """With ``key`` the request may be sent again: the run of then comes back. Raises
+        ``UnknownName`` for a policy that is not there, ``Conflict`` for a key used with another spec."""
+        key = checked_key(key)
+        await self._check(spec)
+        if key is None:
+            return await self._create(Run(id=new_id("run"), spec=spec, created_at=self._clock.now()))
+        run_id = f"run_{hashlib.sha256(key.encode()).hexdigest()[:20]}"
+        async with self._opening:
+            try:
+                known = await self._store.get_run(run_id)
+            except NotFound:
+                return await self._create(Run(id=run_id, spec=spec, created_at=self._clock.now()))
+        if known.spec != spec:
+            raise Conflict("this key opened a run with other settings", field="Idempotency-Key")
+        return known
+
+    async def _create(self, run: Run) -> Run:
+        await self._store.create_run(run)
+        self._happened.ring()
+        return run
+
+    async def _check(self, spec: RunSpec) -> None:
+        for kind, reward in dict(spec.failure_rewards).items():
+            if not math.isfinite(reward):
+                raise InvalidInput("a reward must be finite", field=f"failure_rewards.{kind}")
+        try:
+            policy = await self._store.get_policy(spec.policy)
+        except NotFound as error:
+            known = [policy.spec.name for policy in await self._store.list_policies()]
+            raise UnknownName("policy", spec.policy, known, field="policy") from error
+        if spec.pinned_version is not None and spec.pinned_version > policy.version:
+            raise InvalidInput(
+                f"the policy is at version {policy.version}; it has no version {spec.pinned_version} yet",
+                field="pinned_version",
+            )
+
+    async def get(self, run_id: str) -> Run:
+        return await self._store.get_run(run_id)
+
+    async def list(self, *, cursor: str | None, limit: int) -> Page[Run]:
+        return await self._store.list_runs(cursor=cursor, limit=limit)
+
+    async def counts(self, run_id: str) -> dict[str, int]:
+        await self._specs.get(run_id)
+        return await self._store.run_counts(run_id)
+
+    async def pause(self, run_id: str) -> Run:
+        """Nothing new starts; what runs goes on."""
+        return await self._set(run_id, RunState.PAUSED)
+
+    async def resume(self, run_id: str) -> Run:
+        return await self._set(run_id, RunState.OPEN)
+
+    async def _set(self, run_id: str, state: RunState) -> Run:
+        run = await self._store.get_run(run_id)
+        if run.state is not state:
+            run = await self._store.set_run_state(run_id, state)
+            self._changed.ring()
+            self._happened.ring()
+        return run
+
+    async def close(self, run_id: str) -> tuple[Run, Cancelled]:
+        """No more groups; what is queued or running is cancelled. Finished groups stay deliverable."""
+        run = await self._set(run_id, RunState.CLOSED)
+        return run, await self._canceller.cancel(run_id=run_id, reason="the run was closed")
+
+    async def prune(self, run_id: str) -> int:
+        """Forget a closed run with all its data; returns how many payloads went. Raises ``Conflict``
+        when it is not closed or rollouts still run."""
+        payloads = await self._store.prune_run(run_id)
+        self._specs.forget(run_id)
+        await self._payloads.delete(payloads)
+        self._happened.ring()
+        return len(payloads)

@@ -1,0 +1,75 @@
+"""What the worker's side of the core needs from the outside, handed in by the composition root."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rollserve.agent.base import AgentEntry, Toolbox
+from rollserve.gateway.base import Gateway
+from rollserve.grader.base import GraderEntry
+from rollserve.records.rollout import Stage
+from rollserve.records.task import AgentSpec, GraderSpec, Task
+from rollserve.rollouts.clock import Clock, SystemClock
+from rollserve.sandbox.base import Runtime, Sandbox
+from rollserve.store.base import PayloadStore
+
+
+class AgentCatalog(Protocol):
+    async def resolve(self, spec: AgentSpec) -> AgentEntry:
+        """Raises ``UnknownName``, or ``ConfigError`` when user code can't be loaded."""
+
+
+class GraderCatalog(Protocol):
+    async def resolve(self, spec: GraderSpec) -> GraderEntry:
+        """Raises ``UnknownName``, or ``ConfigError`` when user code can't be loaded."""
+
+
+class OpenToolbox(Protocol):
+    def __call__(self, task: Task, sandbox: Sandbox) -> AbstractAsyncContextManager[Toolbox]:
+        """The task's tools over its sandbox; leaving stops whatever they run in. A toolbox with an
+        attribute ``code`` (versions by import path) has it recorded with the attempt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """How much an attempt may leave behind, and how long each of its releases may take."""
+
+    artifact_bytes: int = 16 << 20
+    artifacts_bytes: int = 64 << 20
+    carry_bytes: int = 256 << 20
+    log_bytes: int = 4 << 20
+    line_chars: int = 16_384
+    detail_bytes: int = 64 << 10
+    collect_s: float = 60.0
+    close_s: float = 15.0
+    seal_s: float = 60.0
+    ttl_margin_s: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerPorts:
+    """``runtimes`` by name; ``default_runtime`` is used where a task names none."""
+
+    runtimes: Mapping[str, Runtime]
+    default_runtime: str
+    gateway: Gateway
+    payloads: PayloadStore
+    agents: AgentCatalog
+    graders: GraderCatalog
+    open_toolbox: OpenToolbox
+    clock: Clock = field(default_factory=SystemClock)
+    bounds: Bounds = field(default_factory=Bounds)
+
+
+class AttemptObserver(Protocol):
+    """Whom an attempt tells what happens to it; nothing here can fail or block it."""
+
+    def stage_changed(self, attempt_id: str, stage: Stage) -> None: ...
+    def count(self, counter: str, by: float = 1) -> None: ...
+    def keep(self, sandbox: Sandbox, seconds: float) -> None:
+        """Take over a sandbox that is to stay open for a while."""
+
+

@@ -1,0 +1,261 @@
+"""The tables. What is queried is a column; what is only echoed rests as the record's JSON.
+
+``seq`` columns are the order of insertion (submit order, commit order) and serve as page cursors.
+``rollouts.queue`` is the scheduler's view of a rollout: 0 not queued, 1 ready to start, 2 backing off
+until ``not_before``; the two partial indexes on it keep a start independent of how many are queued.
+Counters in ``run_counts`` are kept by the writes that change them, so that quotas and status cost no
+scan. Changing a table means a new file in ``migrations/versions``.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+
+import sqlalchemy as sa
+
+SEQ = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+"""SQLite numbers rows only in a column that is exactly ``INTEGER PRIMARY KEY``."""
+
+ID = sa.String(160)
+NAME = sa.String(128)
+STATE = sa.String(16)
+
+
+class Queue(IntEnum):
+    """Values of ``rollouts.queue``."""
+
+    NONE = 0
+    READY = 1
+    BACKING_OFF = 2
+
+
+class Handover(StrEnum):
+    """Values of ``deliveries.state`` and ``leases.state``: those of ``records.delivery.DeliveryState``
+    and ``returned``, for a group that was given back and waits to be leased again."""
+
+    LEASED = "leased"
+    ACKED = "acked"
+    COMMITTED = "committed"
+    RETURNED = "returned"
+
+
+metadata = sa.MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+api_keys = sa.Table(
+    "api_keys",
+    metadata,
+    sa.Column("digest", sa.String(64), primary_key=True),
+    sa.Column("name", sa.String(256), nullable=False),
+    sa.Column("role", sa.String(32), nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+)
+
+policies = sa.Table(
+    "policies",
+    metadata,
+    sa.Column("name", NAME, primary_key=True),
+    sa.Column("spec", sa.Text, nullable=False),
+    sa.Column("version", sa.BigInteger, nullable=False),
+    sa.Column("paused", sa.Boolean, nullable=False),
+    sa.Column("labels", sa.Text, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+)
+
+backends = sa.Table(
+    "backends",
+    metadata,
+    sa.Column("seq", SEQ, primary_key=True, autoincrement=True),
+    sa.Column("id", ID, nullable=False, unique=True),
+    sa.Column("policy", sa.ForeignKey("policies.name"), nullable=False, index=True),
+    sa.Column("spec", sa.Text, nullable=False),
+    sa.Column("api_key", sa.Text),
+    sa.Column("info", sa.Text, nullable=False),
+    sa.Column("state", STATE, nullable=False),
+    sa.Column("error", sa.Text),
+    sqlite_autoincrement=True,
+)
+
+runs = sa.Table(
+    "runs",
+    metadata,
+    sa.Column("seq", SEQ, primary_key=True, autoincrement=True),
+    sa.Column("id", ID, nullable=False, unique=True),
+    sa.Column("policy", sa.ForeignKey("policies.name"), nullable=False),
+    sa.Column("state", STATE, nullable=False, index=True),
+    sa.Column("spec", sa.Text, nullable=False),
+    sa.Column("max_running", sa.Integer, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+COUNTERS = (
+    "queued",
+    "running",
+    "completed",
+    "failed",
+    "cancelled",
+    "groups_open",
+    "groups_finished",
+    "groups_undelivered",
+)
+
+run_counts = sa.Table(
+    "run_counts",
+    metadata,
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    *(sa.Column(name, sa.BigInteger, nullable=False) for name in COUNTERS),
+)
+
+groups = sa.Table(
+    "groups",
+    metadata,
+    sa.Column("seq", SEQ, primary_key=True, autoincrement=True),
+    sa.Column("id", ID, nullable=False, unique=True),
+    sa.Column("run_id", sa.ForeignKey("runs.id"), nullable=False),
+    sa.Column("key", sa.String(512)),
+    sa.Column("body_digest", sa.String(64)),
+    sa.Column("task", sa.Text, nullable=False),
+    sa.Column("num_rollouts", sa.Integer, nullable=False),
+    sa.Column("remaining", sa.Integer, nullable=False),
+    sa.Column("cancelled", sa.Integer, nullable=False),
+    sa.Column("state", STATE, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("finished_at", sa.Double),
+    sa.Column("finished_seq", sa.BigInteger),
+    sa.Column("holders", sa.Integer, nullable=False),
+    sa.UniqueConstraint("run_id", "key"),
+    sa.UniqueConstraint("run_id", "finished_seq"),
+    sa.Index(None, "run_id", "state", "seq"),
+    sqlite_autoincrement=True,
+)
+"""``remaining`` counts rollouts that have not ended, ``holders`` trainers that have acked it."""
+
+rollouts = sa.Table(
+    "rollouts",
+    metadata,
+    sa.Column("seq", SEQ, primary_key=True, autoincrement=True),
+    sa.Column("id", ID, nullable=False, unique=True),
+    sa.Column("group_id", sa.ForeignKey("groups.id"), nullable=False),
+    sa.Column("run_id", sa.ForeignKey("runs.id"), nullable=False),
+    sa.Column("idx", sa.Integer, nullable=False),
+    sa.Column("state", STATE, nullable=False),
+    sa.Column("queue", sa.SmallInteger, nullable=False),
+    sa.Column("cancelling", sa.Boolean, nullable=False),
+    sa.Column("epoch", sa.Integer, nullable=False),
+    sa.Column("attempts", sa.Integer, nullable=False),
+    sa.Column("not_before", sa.Double, nullable=False),
+    sa.Column("reward", sa.Double),
+    sa.Column("truncated_by", sa.String(256)),
+    sa.Column("failure", sa.Text),
+    sa.Column("attempt_id", ID),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("finished_at", sa.Double),
+    sa.UniqueConstraint("group_id", "idx"),
+    sa.Index(None, "run_id", "state", "seq"),
+    sqlite_autoincrement=True,
+)
+
+QUEUE_READY = rollouts.c.queue == sa.literal_column("1")
+QUEUE_BACKING_OFF = rollouts.c.queue == sa.literal_column("2")
+"""Written as literals: a partial index is used only where the query's text implies its condition."""
+
+sa.Index(
+    "ix_rollouts_ready",
+    rollouts.c.run_id,
+    rollouts.c.seq,
+    sqlite_where=QUEUE_READY,
+    postgresql_where=QUEUE_READY,
+)
+sa.Index(
+    "ix_rollouts_backing_off",
+    rollouts.c.not_before,
+    sqlite_where=QUEUE_BACKING_OFF,
+    postgresql_where=QUEUE_BACKING_OFF,
+)
+
+attempts = sa.Table(
+    "attempts",
+    metadata,
+    sa.Column("seq", SEQ, primary_key=True, autoincrement=True),
+    sa.Column("id", ID, nullable=False, unique=True),
+    sa.Column("run_id", sa.ForeignKey("runs.id"), nullable=False, index=True),
+    sa.Column("rollout_id", sa.ForeignKey("rollouts.id"), nullable=False),
+    sa.Column("epoch", sa.Integer, nullable=False),
+    sa.Column("accepted", sa.Boolean),
+    sa.Column("payload", sa.String(512)),
+    sa.Column("record", sa.Text, nullable=False),
+    sa.UniqueConstraint("rollout_id", "epoch"),
+    sqlite_autoincrement=True,
+)
+"""``accepted``: NULL while it runs, true when its end was taken, false when it was fenced or lost."""
+
+trainers = sa.Table(
+    "trainers",
+    metadata,
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Column("trainer", NAME, primary_key=True),
+    sa.Column("epoch", sa.Integer, nullable=False),
+    sa.Column("frontier", sa.BigInteger, nullable=False),
+)
+"""``frontier`` is the last place of the log that was ever leased to this trainer."""
+
+checkpoints = sa.Table(
+    "checkpoints",
+    metadata,
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Column("trainer", NAME, primary_key=True),
+    sa.Column("name", NAME, primary_key=True),
+    sa.Column("seq", sa.BigInteger, nullable=False),
+    sa.Column("policy_version", sa.BigInteger, nullable=False),
+    sa.Column("cursor", sa.Text),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.UniqueConstraint("run_id", "trainer", "seq"),
+)
+
+leases = sa.Table(
+    "leases",
+    metadata,
+    sa.Column("id", ID, primary_key=True),
+    sa.Column("run_id", sa.ForeignKey("runs.id"), nullable=False, index=True),
+    sa.Column("trainer", NAME, nullable=False),
+    sa.Column("epoch", sa.Integer, nullable=False),
+    sa.Column("state", STATE, nullable=False),
+    sa.Column("expires_at", sa.Double, nullable=False),
+    sa.Column("group_ids", sa.Text, nullable=False),
+    sa.Index(None, "state", "expires_at"),
+)
+
+deliveries = sa.Table(
+    "deliveries",
+    metadata,
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Column("trainer", NAME, primary_key=True),
+    sa.Column("finished_seq", sa.BigInteger, primary_key=True),
+    sa.Column("group_id", ID, nullable=False),
+    sa.Column("state", STATE, nullable=False),
+    sa.Column("lease_id", ID, index=True),
+    sa.Column("checkpoint_seq", sa.BigInteger),
+    sa.Index(None, "run_id", "trainer", "state", "finished_seq"),
+)
+
+events = sa.Table(
+    "events",
+    metadata,
+    sa.Column("seq", SEQ, primary_key=True, autoincrement=True),
+    sa.Column("at", sa.Double, nullable=False),
+    sa.Column("type", sa.String(64), nullable=False),
+    sa.Column("policy", NAME),
+    sa.Column("run_id", ID),
+    sa.Column("group_id", ID),
+    sa.Column("rollout_id", ID),
+    sa.Column("data", sa.Text, nullable=False),
+    sa.Index(None, "run_id", "seq"),
+    sqlite_autoincrement=True,
+)

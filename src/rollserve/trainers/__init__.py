@@ -1,0 +1,1 @@
+"""Trainers and adapters for trainers. They see the service through ``rollserve.client`` alone."""

@@ -30,6 +30,7 @@ The failure model in three lines:
     └── EpisodeFailure                   the end of an attempt, by kind
         ├── InfrastructureFailure        sandbox, backend, worker, store: ours; retried
         │   ├── SandboxError
+        │   ├── InexactTokens            and the run says ``on_inexact = "fail"``
         │   └── BackendError
         │       └── BackendUnavailable   nothing answered: another backend may
         ├── AgentFailure                 the agent's code crashed
@@ -193,6 +194,12 @@ class InfrastructureFailure(EpisodeFailure):
 
 class SandboxError(InfrastructureFailure):
     code = "sandbox_error"
+
+
+class InexactTokens(InfrastructureFailure):
+    """Calls whose tokens are not exact, in a run that wants no such rollout."""
+
+    code = "inexact"
 
 
 class BackendError(InfrastructureFailure):

@@ -7,7 +7,7 @@ by ``Accept``: in msgpack an array is ``{"dtype", "shape", "data"}`` with little
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from rollserve.records.base import NAME_PATTERN, Name, Record
+from rollserve.records.call import Break, Call, Message, SamplingParams, VersionSpan
 from rollserve.records.delivery import Checkpoint, Lease
-from rollserve.records.policy import BackendSpec, PolicySpec
+from rollserve.records.policy import Backend, BackendSpec, PolicySpec
 from rollserve.records.rollout import Attempt, Group, Rollout
 from rollserve.records.run import Run, RunSpec
 from rollserve.records.sample import Sample
@@ -25,6 +26,8 @@ from rollserve.records.task import Task
 JSON = "application/json"
 MSGPACK = "application/msgpack"
 PROBLEM = "application/problem+json"
+
+T = TypeVar("T")
 
 
 class Problem(Record):
@@ -54,6 +57,14 @@ class RegisterBackend(BackendSpec):
     pass
 
 
+class BackendStatus(Record):
+    """What a look at a backend found just now."""
+
+    backend: Backend
+    ok: bool
+    detail: str = ""
+
+
 class OpenRun(RunSpec):
     pass
 
@@ -61,6 +72,20 @@ class OpenRun(RunSpec):
 class RunStatus(Record):
     run: Run
     counts: dict[str, int]
+
+
+class RunClosed(Record):
+    """``ended`` rollouts were queued and are over; ``stopping`` are being stopped by their worker."""
+
+    run: Run
+    ended: int
+    stopping: int
+
+
+class Pruned(Record):
+    """How many attempts' payloads were deleted with the run."""
+
+    payloads: int
 
 
 class GroupBody(Record):
@@ -72,6 +97,12 @@ class SubmitGroups(Record):
     """With the header ``Idempotency-Key`` the request may be sent again: the same groups come back."""
 
     groups: Annotated[list[GroupBody], Field(min_length=1)]
+
+
+class Checked(Record):
+    """All of so many groups could be run."""
+
+    groups: int
 
 
 class Submitted(Record):
@@ -137,11 +168,16 @@ class Rewound(Record):
     checkpoint: Checkpoint | None
 
 
-class Listing(Record):
+class Listing(Record, Generic[T]):
     """A page of anything; ``next`` is the cursor of the one after it."""
 
-    items: list[Any]
+    items: list[T]
     next: str | None = None
+
+
+class Artifact(Record):
+    path: str
+    size_bytes: int
 
 
 class ServerStatus(Record):
@@ -188,10 +224,12 @@ class WireSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeliveredRollout(msgspec.Struct, frozen=True, kw_only=True):
-    """``rollout`` is ``records.rollout.Rollout`` as JSON-compatible data."""
+    """``rollout`` is ``records.rollout.Rollout`` as JSON-compatible data. ``note`` says why a rollout
+    that should have samples has none."""
 
     rollout: dict[str, Any]
     samples: list[WireSample]
+    note: str | None = None
 
 
 class DeliveredGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,6 +246,67 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     lease: dict[str, Any] | None
     groups: list[DeliveredGroup]
     policy_version: int
+
+
+class WireCall(msgspec.Struct, frozen=True, kw_only=True):
+    """``records.call.Call`` on the wire; ``arrays`` are prompt_ids, sampled_ids and logprobs."""
+
+    id: str
+    parent: str | None
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] | None
+    arrays: dict[str, Array]
+    extras: dict[str, Array]
+    versions: tuple[VersionSpan, ...]
+    reply: Message
+    finish_reason: str
+    sampling: SamplingParams
+    asked: dict[str, Any]
+    backend: str
+    logprobs_mode: str
+    constrained: bool
+    broke: Break | None
+    inexact: str | None
+    started_at: float
+    first_token_at: float | None
+    finished_at: float
+
+
+class RecordedCalls(msgspec.Struct, frozen=True, kw_only=True):
+    """A page of an attempt's calls, in the order they were made. ``live``: it still runs."""
+
+    attempt_id: str | None
+    live: bool
+    items: list[WireCall]
+    next: str | None = None
+
+
+class TrajectoryNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A call without its tokens: what it added, what came back, how much it was."""
+
+    id: str
+    parent: str | None
+    messages: tuple[Message, ...]
+    reply: Message
+    finish_reason: str
+    prompt_tokens: int
+    sampled_tokens: int
+    versions: tuple[VersionSpan, ...]
+    broke: Break | None
+    inexact: str | None
+    seconds: float
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt to read: the tree of its calls (a page of it), and root to newest call as one
+    conversation. ``total`` is how many calls there are."""
+
+    attempt_id: str | None
+    live: bool
+    total: int
+    calls: list[TrajectoryNode]
+    conversation: list[Message]
+    next: str | None = None
 
 
 def parse_lease(delivery: Delivery) -> Lease | None:
@@ -229,6 +328,52 @@ def _from_array(array: Array) -> NDArray[Any]:
     if isinstance(array.data, (bytes, bytearray, memoryview)):
         return np.frombuffer(array.data, dtype=dtype).reshape(array.shape)
     return np.asarray(array.data, dtype=dtype).reshape(array.shape)
+
+
+def to_wire_call(call: Call, form: Form) -> WireCall:
+    arrays = {
+        "prompt_ids": np.frombuffer(call.prompt_ids, "<i4"),
+        "sampled_ids": np.frombuffer(call.sampled_ids, "<i4"),
+        "logprobs": np.frombuffer(call.logprobs, "<f4"),
+    }
+    extras = {name: np.frombuffer(data, np.uint8) for name, data in call.extras.items()}
+    return WireCall(
+        id=call.id,
+        parent=call.parent,
+        messages=call.messages,
+        tools=call.tools,
+        arrays={name: _to_array(value, form) for name, value in arrays.items()},
+        extras={name: _to_array(value, form) for name, value in extras.items()},
+        versions=call.versions,
+        reply=call.reply,
+        finish_reason=call.finish_reason,
+        sampling=call.sampling,
+        asked=call.asked,
+        backend=call.backend,
+        logprobs_mode=call.logprobs_mode,
+        constrained=call.constrained,
+        broke=call.broke,
+        inexact=call.inexact,
+        started_at=call.started_at,
+        first_token_at=call.first_token_at,
+        finished_at=call.finished_at,
+    )
+
+
+def to_node(call: Call) -> TrajectoryNode:
+    return TrajectoryNode(
+        id=call.id,
+        parent=call.parent,
+        messages=call.messages,
+        reply=call.reply,
+        finish_reason=call.finish_reason,
+        prompt_tokens=len(call.prompt_ids) // 4,
+        sampled_tokens=len(call.sampled_ids) // 4,
+        versions=call.versions,
+        broke=call.broke,
+        inexact=call.inexact,
+        seconds=max(0.0, call.finished_at - call.started_at),
+    )
 
 
 def to_wire(sample: Sample, form: Form) -> WireSample:

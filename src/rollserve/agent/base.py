@@ -8,6 +8,7 @@ can be killed; there ``tools`` and ``model`` are proxies.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,7 +58,8 @@ class Toolbox(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Episode:
     """What an agent gets. ``base_url`` and ``api_key`` address the session for agents that speak
-    HTTP. ``log`` keeps a line with the attempt."""
+    HTTP. ``log`` keeps a line with the attempt. Time inside ``pause()`` (waiting for a slot) is not
+    charged to the attempt's budgets."""
 
     task: Task
     tools: Toolbox
@@ -65,6 +67,7 @@ class Episode:
     log: Callable[[str], None]
     base_url: str = ""
     api_key: str = ""
+    pause: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class AgentResult(msgspec.Struct, frozen=True, kw_only=True):

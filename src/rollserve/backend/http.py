@@ -120,19 +120,17 @@ class Http:
         return Answer(response.status, response.content_type, body, retry_after_s)
 
     async def _events(self, response: aiohttp.ClientResponse, path: str) -> AsyncGenerator[bytes]:
-        """Payloads of the ``data:`` lines, however the chunks are cut. The end of the body is waited for
-        after ``[DONE]``, briefly, so that the connection can be used again."""
-        lines, ended = Lines(), False
+        """Payloads of the ``data:`` lines, however the chunks are cut; ends at ``[DONE]``."""
+        lines = Lines()
         with self._ours(path):
-            async with asyncio.timeout(None) as patience:
-                async for chunk in response.content.iter_any():
-                    for line in lines.feed(chunk):
-                        payload = line[5:].strip() if line.startswith(b"data:") else b""
-                        ended = ended or payload == b"[DONE]"
-                        if payload and not ended:
-                            yield payload
-                    if ended:
-                        patience.reschedule(asyncio.get_running_loop().time() + LAST_BYTES_S)
+            async for chunk in response.content.iter_any():
+                for line in lines.feed(chunk):
+                    payload = line[5:].strip() if line.startswith(b"data:") else b""
+                    if payload == b"[DONE]":
+                        await _read_end(response)
+                        return
+                    if payload:
+                        yield payload
 
     @contextmanager
     def _ours(self, path: str) -> Iterator[None]:
@@ -170,6 +168,16 @@ class Http:
                 read_bufsize=2**20,
             )
         return self._session
+
+
+async def _read_end(response: aiohttp.ClientResponse) -> None:
+    """Read what follows the last event, so that the connection can be used again; a server that does
+    not end its answer loses the connection instead."""
+    try:
+        async with asyncio.timeout(LAST_BYTES_S):
+            await response.content.read()
+    except (TimeoutError, aiohttp.ClientError):
+        response.close()
 
 
 class Lines:

@@ -21,7 +21,7 @@ NO_VERSIONS = "reports no weight versions: those of sampled tokens are inferred 
 class Model(msgspec.Struct, frozen=True):
     id: str
     max_model_len: int | None = None
-    root: str | None = None
+    owned_by: str | None = None
     meta: dict[str, Any] | None = None
 
     @property

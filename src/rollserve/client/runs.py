@@ -146,7 +146,7 @@ class Client:
 
     async def log(self, attempt_id: str) -> list[tuple[float, str]]:
         raw = await self._transport.request("GET", f"/v1/attempts/{attempt_id}/log")
-        return [(float(at), str(line)) for at, line in Listing.model_validate_json(raw).items]
+        return Listing[tuple[float, str]].model_validate_json(raw).items
 
     async def group(self, group_id: str) -> GroupStatus:
         return GroupStatus.model_validate_json(await self._transport.request("GET", f"/v1/groups/{group_id}"))
@@ -192,8 +192,8 @@ class Client:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Unavailable(f"event stream broke: {error}") from error
 
-    async def _listing(self, path: str, **params: str | int | None) -> Listing:
-        return Listing.model_validate_json(await self._transport.request("GET", path, params=params))
+    async def _listing(self, path: str, **params: str | int | None) -> Listing[Any]:
+        return Listing[Any].model_validate_json(await self._transport.request("GET", path, params=params))
 
     async def _pages(self, path: str, **params: str | int | None) -> AsyncIterator[Any]:
         cursor: str | None = None
@@ -273,7 +273,7 @@ class RunHandle:
 
     async def checkpoints(self, trainer: str = "default") -> list[Checkpoint]:
         raw = await self._transport.request("GET", f"/v1/runs/{self.id}/trainers/{trainer}/checkpoints")
-        return [Checkpoint.model_validate(item) for item in Listing.model_validate_json(raw).items]
+        return Listing[Checkpoint].model_validate_json(raw).items
 
     async def status(self) -> RunStatus:
         return RunStatus.model_validate_json(await self._transport.request("GET", f"/v1/runs/{self.id}"))

@@ -16,8 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
+from rollserve.cli.processes import Processes, Running, free_port
 from rollserve.client import Client
-from rollserve.demo.processes import Processes, Running, free_port
 from rollserve.demo.record import Follower, Record
 from rollserve.demo.view import View
 from rollserve.errors import InfrastructureFailure, RollserveError

@@ -26,7 +26,10 @@ from rollserve.errors import InvalidInput
 from rollserve.gateway.template import ChatTemplate
 
 OPEN, CLOSE = "\uf8f0", "\uf8f1"
-_GUARDED = re.compile(f"{OPEN}([0-9a-f]*){CLOSE}")
+_ESCAPED = (r"\uf8f0", r"\uf8f1")
+"""The two as JSON escapes: some templates dump parts of a tool's schema that way."""
+
+_GUARDED = re.compile(rf"(?:{OPEN}|\\uf8f0)([0-9a-f]*)(?:{CLOSE}|\\uf8f1)")
 _MARKUP = re.compile(r"[<\[]\S*[>\]]", re.DOTALL)
 _CACHED_CHARS = 32
 _CACHED_TEXTS = 1024
@@ -71,7 +74,7 @@ class TextTokenizer:
         control = {t["content"]: t["id"] for t in added if is_control(t["content"], bool(t.get("special")))}
         self.control_ids = frozenset(control.values())
         self._lookalike = re.compile(
-            "|".join(re.escape(t) for t in [*sorted(control, key=len, reverse=True), OPEN, CLOSE])
+            "|".join(map(re.escape, [*sorted(control, key=len, reverse=True), OPEN, CLOSE, *_ESCAPED]))
         )
         # A token marked ``normalized`` is looked for in the normalised text: full-width letters may
         # become one there.
@@ -112,7 +115,7 @@ class TextTokenizer:
         short = len(text) <= _CACHED_CHARS
         if short and (known := self._cache.get(text)) is not None:
             return known.copy()
-        ids = self._encode_guarded(text) if OPEN in text else self._encode(text)
+        ids = self._encode_guarded(text) if OPEN in text or _ESCAPED[0] in text else self._encode(text)
         if short and len(self._cache) < _CACHED_TEXTS:
             self._cache[text] = ids.copy()
         return ids
@@ -146,7 +149,7 @@ class TextTokenizer:
         text: str = self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | None | list[int | None]:
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
         if isinstance(tokens, str):
             return self.token_id(tokens)
         return [self.token_id(token) for token in tokens]

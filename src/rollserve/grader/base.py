@@ -6,6 +6,7 @@ A crash or a time-out of a grader is a ``GraderFailure``, never a zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +21,8 @@ from rollserve.sandbox.base import Sandbox
 class Grading:
     """What a grader sees: the task, the answer, the conversation of the last path (model turns
     included), the ids of all calls in order, and a *fresh* sandbox with the carried files where the
-    grader asked for one. ``log`` keeps a line with the attempt."""
+    grader asked for one. ``log`` keeps a line with the attempt. Time inside ``pause()`` (waiting for
+    a slot) is not charged to the attempt's budgets."""
 
     task: Task
     answer: str | None
@@ -28,6 +30,7 @@ class Grading:
     call_ids: Sequence[str]
     log: Callable[[str], None]
     sandbox: Sandbox | None = None
+    pause: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,7 +48,7 @@ class BatchModel:
 
     def __init__(self, model: torch.nn.Module, *, max_batch: int, max_model_len: int | None = None) -> None:
         self.module = model
-        config = cast("Any", model.config)
+        config = cast("Any", model.config).get_text_config()
         self.vocab_size: int = config.vocab_size
         self.max_model_len = _context(config, max_model_len)
         self.max_batch = max_batch

@@ -75,6 +75,12 @@ class AbortRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_ids: list[str]
 
 
+class AbortAnyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Without ids, everything in flight is meant."""
+
+    request_ids: list[str] | None = None
+
+
 class UpdateWeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``model_path`` is a ``.safetensors`` file or a Hugging Face directory that holds some."""
 
@@ -84,7 +90,7 @@ class UpdateWeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
 
 
 class WeightVersionRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    weight_version: str | int
+    new_version: str | int
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -122,7 +128,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 class GenerateAnswer(msgspec.Struct, frozen=True):
     """The whole answer, or one event of a stream: then only the first event has ``prompt_token_ids``
-    and only the last has ``usage``."""
+    and only the last has ``usage`` and the weight versions of all tokens."""
 
     request_id: str
     model: str

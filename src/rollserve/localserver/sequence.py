@@ -87,7 +87,7 @@ class Sequence:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """What a step added to a sequence: ``token_ids[start:]`` and so on; copied, so that it can cross
-    threads."""
+    threads. ``spans`` are those of the added tokens, in the last report of a sequence those of all."""
 
     sequence: Sequence
     start: int
@@ -100,7 +100,8 @@ class Progress:
 
     @staticmethod
     def since(sequence: Sequence, start: int) -> Progress:
-        spans = [VersionSpan(s.version, max(s.start, start), s.end) for s in sequence.spans if s.end > start]
+        shown = 0 if sequence.done else start
+        spans = [VersionSpan(s.version, max(s.start, shown), s.end) for s in sequence.spans if s.end > shown]
         return Progress(
             sequence=sequence,
             start=start,

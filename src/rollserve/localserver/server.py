@@ -32,6 +32,7 @@ from rollserve.localserver.answers import EventStream, answer, or_disconnect, pr
 from rollserve.localserver.engine import Engine
 from rollserve.localserver.model import BatchModel
 from rollserve.localserver.request import (
+    AbortAnyRequest,
     AbortRequest,
     GenerateRequest,
     Mode,
@@ -155,9 +156,17 @@ class LocalServer:
 
     async def abort_requests(self, request: Request) -> Response:
         wanted = set(decode(await self._body(request), AbortRequest).request_ids)
-        found = await self._call(lambda: self.engine.abort(lambda sequence: sequence.request_id in wanted))
+        return await self._abort_all(lambda sequence: sequence.request_id in wanted, wanted)
+
+    async def abort_any(self, request: Request) -> Response:
+        wanted = set(decode(await self._body(request), AbortAnyRequest).request_ids or ())
+        return await self._abort_all(lambda s: not wanted or s.request_id in wanted, wanted)
+
+    async def _abort_all(self, matches: Callable[[Sequence], bool], wanted: set[str]) -> Response:
+        found = await self._call(lambda: self.engine.abort(matches))
         aborted = {sequence.request_id for sequence in found}
-        return _json({"aborted": sorted(aborted), "not_found": sorted(wanted - aborted)})
+        about = {"status": "aborted", "aborted": sorted(aborted), "not_found": sorted(wanted - aborted)}
+        return _json(about)
 
     # ── weights
 
@@ -178,9 +187,12 @@ class LocalServer:
         return _json({"success": True, "message": "updated", "weight_version": version, "seconds": took})
 
     async def update_weight_version(self, request: Request) -> Response:
-        version = str(decode(await self._body(request), WeightVersionRequest).weight_version)
+        version = str(decode(await self._body(request), WeightVersionRequest).new_version)
         await self._call(lambda: setattr(self.engine, "weight_version", version))
-        return _json({"success": True, "weight_version": version})
+        return _json({"success": True, "new_version": version})
+
+    async def weight_info(self, request: Request) -> Response:
+        return _json({"weight_version": self.engine.weight_version})
 
     # ── pause
 
@@ -261,7 +273,7 @@ def make_app(server: LocalServer) -> Starlette:
     posts = {
         "/inference/v1/generate": server.generate,
         "/inference/v1/abort_requests": server.abort_requests,
-        "/abort_requests": server.abort_requests,
+        "/abort_requests": server.abort_any,
         "/update_weights_from_disk": server.update_weights,
         "/update_weight_version": server.update_weight_version,
         "/pause": server.pause,
@@ -274,6 +286,7 @@ def make_app(server: LocalServer) -> Starlette:
         "/metrics": server.metrics,
         "/server_info": server.server_info,
         "/is_paused": server.is_paused,
+        "/weight_info": server.weight_info,
     }
     routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
     routes += [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]

@@ -50,7 +50,7 @@ class Canceller:
         )
         self._stopper.stop_rollouts(running, reason)
         self._tally.add("rollouts_cancelled", len(ended))
-        for run in {rollout.run_id for rollout in ended}:
+        for run in {rollout.run_id for rollout in ended} | ({run_id} if run_id else set()):
             self._finished.ring(run)
         self._happened.ring()
         return Cancelled(ended=len(ended), stopping=len(running))

@@ -121,6 +121,7 @@ class ActiveTimer:
         self._mark = 0.0
         self._scopes: list[Limit] = []
         self._pauses = 0
+        self._charging = 0
         self._pause = _Pause(self)
 
     @property
@@ -139,7 +140,7 @@ class ActiveTimer:
 
     @property
     def _running(self) -> bool:
-        return self._pauses == 0 and any(scope.charges for scope in self._scopes)
+        return self._pauses == 0 and self._charging > 0
 
     def pause(self) -> AbstractContextManager[None]:
         """Time inside is not charged. Pauses may nest and overlap."""
@@ -169,10 +170,12 @@ class ActiveTimer:
     def enter(self, scope: Limit) -> None:
         self._settle()
         self._scopes.append(scope)
+        self._charging += scope.charges
 
     def leave(self, scope: Limit) -> None:
         self._settle()
         self._scopes.remove(scope)
+        self._charging -= scope.charges
 
     def _settle(self) -> None:
         """Book what ran since the last mark, before what decides on running changes."""

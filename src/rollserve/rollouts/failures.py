@@ -35,21 +35,24 @@ def boundary(
     except passes:
         raise
     except Exception as error:
-        raise _classified(error, operation, failure, log) from error
+        _trace(error, log)
+        if isinstance(error, failure):
+            raise
+        raise _as(failure, error, operation) from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise _classified(error, operation, failure, log) from error
+        _trace(error, log)
+        raise _as(failure, error, operation) from error
 
 
-def _classified(
-    error: BaseException, operation: str, failure: type[EpisodeFailure], log: Callable[[str], None] | None
-) -> EpisodeFailure:
+def _trace(error: BaseException, log: Callable[[str], None] | None) -> None:
     if log is not None:
         log("".join(traceback.format_exception(error, limit=-8)).rstrip())
-    if isinstance(error, failure):
-        return error
+
+
+def _as(failure: type[EpisodeFailure], error: BaseException, operation: str) -> EpisodeFailure:
     text = str(error) or "no message"
     return failure(f"{type(error).__name__}: {text}"[:_MESSAGE_CHARS], operation=operation)
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import posixpath
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rollserve.errors import AgentFailure, InfrastructureFailure, SandboxError, TooLarge
+from rollserve.rollouts.worker_ports import Bounds
 from rollserve.sandbox.base import WORKDIR, Sandbox
 from rollserve.store.base import Segment
-
-_NO_SUCH_COMMAND = (126, 127)
 
 
 async def collect_artifacts(
@@ -23,18 +23,17 @@ async def collect_artifacts(
     paths: Sequence[str],
     segment: Segment,
     *,
-    each_bytes: int,
-    total_bytes: int,
+    bounds: Bounds,
     log: Callable[[str], None],
 ) -> None:
     """What can't be read, or is too large, is a line in the log and no more."""
-    left = total_bytes
+    left = bounds.artifacts_bytes
     for path in paths:
         if left <= 0:
-            log(f"artifact {path}: left out, the artifacts are over {total_bytes} bytes")
+            log(f"artifact {path}: left out, the artifacts are over {bounds.artifacts_bytes} bytes")
             continue
         try:
-            data = await sandbox.read_file(path, limit_bytes=min(each_bytes, left))
+            data = await sandbox.read_file(path, limit_bytes=min(bounds.artifact_bytes, left))
         except (SandboxError, TooLarge) as error:
             log(f"artifact {path}: {error}")
             continue
@@ -42,65 +41,117 @@ async def collect_artifacts(
         segment.append_artifact(path, data)
 
 
-def _relative(path: str) -> str:
-    """Relative to the root, the way the archive holds it. Raises ``InfrastructureFailure``."""
-    absolute = posixpath.normpath(posixpath.join(WORKDIR, path)).lstrip("/")
-    if not absolute or absolute.startswith(".."):
-        raise InfrastructureFailure(f"the grader can't carry {path!r}", operation="carry")
-    return absolute
+@dataclass(frozen=True, kw_only=True)
+class Carried:
+    """Two tar archives: members relative to the working directory, and to the root. Empty: none."""
+
+    workspace: bytes = b""
+    root: bytes = b""
 
 
 async def pack(
+    sandbox: Sandbox, paths: Sequence[str], *, name: str, bounds: Bounds, log: Callable[[str], None]
+) -> Carried:
+    """The files under ``paths``, those that exist.
+
+    Raises ``AgentFailure`` when the agent left more than ``carry_bytes`` (or no room to pack it),
+    ``InfrastructureFailure`` when they can't be packed here.
+    """
+    in_workspace, elsewhere = _split(paths)
+    left = bounds.carry_bytes
+    workspace = await _pack(sandbox, _WORKSPACE, in_workspace, name, left, bounds.collect_s, log)
+    left -= len(workspace)
+    root = await _pack(sandbox, "/", elsewhere, name, left, bounds.collect_s, log)
+    return Carried(workspace=workspace, root=root)
+
+
+async def unpack(
+    sandbox: Sandbox, carried: Carried, paths: Sequence[str], *, name: str, timeout_s: float
+) -> None:
+    """Lay the files of ``pack`` down in a fresh sandbox: those under ``paths``, and no others."""
+    in_workspace, elsewhere = _split(paths)
+    await _unpack(sandbox, _WORKSPACE, in_workspace, carried.workspace, name, timeout_s)
+    await _unpack(sandbox, "/", elsewhere, carried.root, name, timeout_s)
+
+
+def _split(paths: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Relative to the working directory where they lie in it, else to the root. A runtime without
+    namespaces has its working directory elsewhere, and says where in ``WORKSPACE``."""
+    in_workspace: list[str] = []
+    elsewhere: list[str] = []
+    for path in paths:
+        absolute = posixpath.normpath(posixpath.join(WORKDIR, path))
+        if absolute == WORKDIR or absolute.startswith(f"{WORKDIR}/"):
+            in_workspace.append(f".{absolute[len(WORKDIR) :]}")
+        elif absolute.strip("/"):
+            elsewhere.append(absolute.lstrip("/"))
+        else:
+            raise InfrastructureFailure(f"the grader can't carry {path!r}", operation="carry")
+    return in_workspace, elsewhere
+
+
+async def _pack(
     sandbox: Sandbox,
-    paths: Sequence[str],
-    *,
+    base: str,
+    members: Sequence[str],
     name: str,
     limit_bytes: int,
     timeout_s: float,
     log: Callable[[str], None],
 ) -> bytes:
-    """The files under ``paths`` (those that exist) as a tar archive; empty when there are none.
-
-    Raises ``AgentFailure`` when the agent left more than ``limit_bytes``, ``InfrastructureFailure``
-    when they can't be packed here.
-    """
+    if not members:
+        return b""
     archive = f"/tmp/carry-{name}.tar"
-    wanted = " ".join(shlex.quote(_relative(path)) for path in paths)
-    script = (
-        f"(cd /; set --; for p in {wanted}; do [ -e \"$p\" ] && set -- \"$@\" \"$p\"; done; rm -f {archive}; "
-        f'[ $# -gt 0 ] || {{ : > {archive}; exit 0; }}; '
-        f'{{ tar -cf - -- "$@"; echo $? > {archive}.rc; }} | head -c {limit_bytes + 1} > {archive}; '
-        f"read -r rc < {archive}.rc; rm -f {archive}.rc; exit $rc)"
+    script = _PACK.format(
+        base=base, members=shlex.join(members), archive=archive, bytes=limit_bytes + 1, no_room=_NO_ROOM
     )
     result = await sandbox.exec(script, timeout_s=timeout_s)
-    if result.timed_out or result.exit_code in _NO_SUCH_COMMAND:
-        why = f"took over {timeout_s:g} s" if result.timed_out else result.output[-500:].strip()
-        raise InfrastructureFailure(f"the files to grade can't be packed: {why}", operation="carry")
-    if result.exit_code:
-        log(f"carry: tar ended with {result.exit_code}: {result.output[-500:].strip()}")
+    words = result.output[-500:].strip()
+    if result.exit_code == _NO_ROOM:
+        raise AgentFailure(f"no room is left to pack the files to grade: {words}", operation="carry")
+    if result.timed_out or result.exit_code in _NO_TAR:
+        raise InfrastructureFailure(f"the files to grade can't be packed: {words}", operation="carry")
+    if result.exit_code and result.exit_code != _TAR_CUT:
+        log(f"carry: tar ended with {result.exit_code}: {words}")
     try:
-        return await sandbox.read_file(archive, limit_bytes=limit_bytes)
+        data = await sandbox.read_file(archive, limit_bytes=limit_bytes)
     except TooLarge as error:
         raise AgentFailure(f"the files to grade are over {limit_bytes} bytes", operation="carry") from error
+    await sandbox.exec(f"rm -f {archive}", timeout_s=timeout_s)
+    return data
 
 
-async def unpack(sandbox: Sandbox, archive: bytes, paths: Sequence[str], *, timeout_s: float) -> None:
-    """Lay the files of ``pack`` down in a fresh sandbox: those under ``paths``, and no others."""
-    if not archive:
+async def _unpack(
+    sandbox: Sandbox, base: str, members: Sequence[str], data: bytes, name: str, timeout_s: float
+) -> None:
+    if not data:
         return
-    place = "/tmp/carried.tar"
-    await sandbox.write_file(place, archive)
-    members = " ".join(shlex.quote(_relative(path)) for path in paths)
-    # A path that the archive lacks makes tar complain; list first, and ask for those that are there.
-    script = (
-        f"(cd /; set --; tar -tf {place} > {place}.list || exit 1; "
-        f"for p in {members}; do "
-        f'grep -qxF -e "$p" -e "$p/" {place}.list && set -- "$@" "$p"; done; '
-        f'[ $# -eq 0 ] || tar --no-same-owner -xf {place} -- "$@"; rc=$?; '
-        f"rm -f {place} {place}.list; exit $rc)"
-    )
+    archive = f"/tmp/carried-{name}.tar"
+    await sandbox.write_file(archive, data)
+    script = _UNPACK.format(base=base, members=shlex.join(members), archive=archive)
     result = await sandbox.exec(script, timeout_s=timeout_s)
     if result.timed_out or result.exit_code != 0:
-        raise InfrastructureFailure(
-            f"the files to grade can't be unpacked: {result.output[-500:].strip()}", operation="carry"
-        )
+        words = result.output[-500:].strip()
+        raise InfrastructureFailure(f"the files to grade can't be unpacked: {words}", operation="carry")
+
+
+_WORKSPACE = f'"${{WORKSPACE:-{WORKDIR}}}"'
+_NO_TAR = (126, 127)
+_TAR_CUT = 141
+_NO_ROOM = 99
+
+_PACK = """(cd {base} || exit 1; set --
+for p in {members}; do [ -e "$p" ] && set -- "$@" "$p"; done
+rm -rf {archive} {archive}.rc
+[ $# -gt 0 ] || {{ : > {archive}; exit 0; }}
+{{ tar -cf - -- "$@"; echo $? > {archive}.rc; }} | head -c {bytes} > {archive} || exit {no_room}
+read -r rc < {archive}.rc || exit {no_room}
+rm -f {archive}.rc; exit "$rc")"""
+"""``head`` bounds what is written; the status of ``tar`` goes round the pipe."""
+
+_UNPACK = """(cd {base} || exit 1; set --
+tar -tf {archive} > {archive}.list || exit 1
+for p in {members}; do grep -qxF -e "$p" -e "$p/" {archive}.list && set -- "$@" "$p"; done
+rc=0; [ $# -eq 0 ] || tar --no-same-owner -xf {archive} -- "$@" || rc=$?
+rm -f {archive} {archive}.list; exit $rc)"""
+"""Only members that were asked for: an archive that the agent tampered with brings no others."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+import msgspec
+
 from rollserve.errors import BackendError, InvalidInput, NotFound
 from rollserve.executor.base import BackendReport, PolicyView
 from rollserve.records.base import new_id
@@ -34,7 +36,7 @@ def backend_json(backend: Backend) -> bytes:
     data = backend.model_dump(mode="json")
     if backend.spec.api_key is not None:
         data["spec"]["api_key"] = backend.spec.api_key.get_secret_value()
-    return Backend.__pydantic_serializer__.to_json(data)
+    return msgspec.json.encode(data)
 
 
 class Policies:
@@ -52,6 +54,8 @@ class Policies:
 
     async def create(self, spec: PolicySpec) -> Policy:
         """The same spec again returns the policy as it is. Raises ``Conflict`` for another one."""
+        # A subclass (a request's body) would equal no stored specification.
+        spec = PolicySpec.model_validate(spec.model_dump())
         await self._store.create_policy(Policy(spec=spec))
         return await self.tell(spec.name)
 
@@ -114,9 +118,7 @@ class Policies:
             ) from error
         if model not in info.models:
             serves = ", ".join(repr(name) for name in info.models) or "no model"
-            raise InvalidInput(
-                f"{spec.url} serves {serves}, not the policy's model {model!r}", field="url"
-            )
+            raise InvalidInput(f"{spec.url} serves {serves}, not the policy's model {model!r}", field="url")
         return info
 
     async def backends(self, name: str) -> list[Backend]:

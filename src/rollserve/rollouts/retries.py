@@ -45,14 +45,14 @@ def decide(attempt: Attempt, run: RunSpec, past: Past, *, now: float, jitter: fl
     failure = attempt.failure or _unexplained(attempt)
     if failure.kind is FailureKind.CANCELLED:  # not asked for: the worker is going away
         failure = Failure(kind=FailureKind.INFRASTRUCTURE, code=STOPPED, message=failure.message)
-    attempt = attempt.model_copy(
-        update={"failure": failure, "outcome": RolloutState.FAILED, "reward": None}
-    )
+    attempt = attempt.model_copy(update={"failure": failure, "outcome": RolloutState.FAILED, "reward": None})
     interrupted = failure.code in INTERRUPTIONS
     counts = not interrupted or past.interruptions >= FREE_LOSSES
     tries = past.tries + counts
     if failure.retryable and tries < run.retry.max_attempts:
-        wait_s = 0.0 if interrupted and not past.interruptions else backoff_s(run.retry, max(tries, 1), jitter)
+        wait_s = (
+            0.0 if interrupted and not past.interruptions else backoff_s(run.retry, max(tries, 1), jitter)
+        )
         return Finish(
             attempt=attempt,
             target=RolloutState.QUEUED,

@@ -16,6 +16,7 @@ from rollserve.rollouts.ports import Ports
 from rollserve.store.base import Page
 
 _MAX_KEY = 200
+_CLOSED = "the run was closed"
 
 
 def checked_key(key: str | None) -> str | None:
@@ -71,6 +72,8 @@ class Runs:
         """With ``key`` the request may be sent again: the run of then comes back. Raises
         ``UnknownName`` for a policy that is not there, ``Conflict`` for a key used with another spec."""
         key = checked_key(key)
+        # A subclass (a request's body) would equal no stored specification.
+        spec = RunSpec.model_validate(spec.model_dump())
         await self._check(spec)
         if key is None:
             return await self._create(Run(id=new_id("run"), spec=spec, created_at=self._clock.now()))
@@ -131,8 +134,10 @@ class Runs:
 
     async def close(self, run_id: str) -> tuple[Run, Cancelled]:
         """No more groups; what is queued or running is cancelled. Finished groups stay deliverable."""
+        before = await self._canceller.cancel(run_id=run_id, reason=_CLOSED)
         run = await self._set(run_id, RunState.CLOSED)
-        return run, await self._canceller.cancel(run_id=run_id, reason="the run was closed")
+        after = await self._canceller.cancel(run_id=run_id, reason=_CLOSED)  # what came in between
+        return run, Cancelled(ended=before.ended + after.ended, stopping=after.stopping)
 
     async def prune(self, run_id: str) -> int:
         """Forget a closed run with all its data; returns how many payloads went. Raises ``Conflict``

@@ -80,7 +80,7 @@ class StagePools:
 
     def __init__(self, slots: StageSlots) -> None:
         self.slots = slots
-        self._held = {stage: 0 for stage in (Stage.INIT, Stage.READY, Stage.RUN, Stage.GRADE)}
+        self._held = dict.fromkeys((Stage.INIT, Stage.READY, Stage.RUN, Stage.GRADE), 0)
         self._to_init = _Gate(self._init_open, lambda: self._take(Stage.INIT))
         self._to_run = _Gate(self._run_open, self._ready_to_run)
         self._to_grade = _Gate(self._grade_open, lambda: self._take(Stage.GRADE))
@@ -103,12 +103,7 @@ class StagePools:
         self._let_in()
 
     async def enter_run(self) -> None:
-        """From the ready buffer; cancelled, its place in the buffer is given back too."""
-        try:
-            await self._to_run.wait(self._run_to_ready)
-        except asyncio.CancelledError:
-            self.give_back(Stage.READY)
-            raise
+        await self._to_run.wait(self._back_to_ready)
 
     async def enter_grade(self) -> None:
         await self._to_grade.wait(lambda: self.give_back(Stage.GRADE))
@@ -136,9 +131,10 @@ class StagePools:
         self._held[Stage.READY] -= 1
         self._held[Stage.RUN] += 1
 
-    def _run_to_ready(self) -> None:
+    def _back_to_ready(self) -> None:
         self._held[Stage.RUN] -= 1
         self._held[Stage.READY] += 1
+        self._let_in()
 
     def _let_in(self) -> None:
         self._to_run.let_in()
@@ -147,8 +143,8 @@ class StagePools:
 
 
 class Place:
-    """Where one attempt is. Each wait is first come, first served and can be cancelled; a cancelled
-    wait holds nothing."""
+    """Where one attempt is. Each wait is first come, first served; one that is cancelled takes
+    nothing."""
 
     def __init__(self, pools: StagePools) -> None:
         self._pools = pools
@@ -163,7 +159,7 @@ class Place:
         self.stage = Stage.READY
 
     async def to_run(self) -> None:
-        self.stage = None
+        """Cancelled, it is still in the ready buffer: its sandbox is."""
         await self._pools.enter_run()
         self.stage = Stage.RUN
 

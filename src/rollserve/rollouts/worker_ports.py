@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,7 +28,14 @@ class GraderCatalog(Protocol):
 
 
 class OpenToolbox(Protocol):
-    def __call__(self, task: Task, sandbox: Sandbox) -> AbstractAsyncContextManager[Toolbox]:
+    def __call__(
+        self,
+        task: Task,
+        sandbox: Sandbox,
+        *,
+        log: Callable[[str], None],
+        pause: Callable[[], AbstractContextManager[None]],
+    ) -> AbstractAsyncContextManager[Toolbox]:
         """The task's tools over its sandbox; leaving stops whatever they run in. A toolbox with an
         attribute ``code`` (versions by import path) has it recorded with the attempt."""
 
@@ -71,5 +78,3 @@ class AttemptObserver(Protocol):
     def count(self, counter: str, by: float = 1) -> None: ...
     def keep(self, sandbox: Sandbox, seconds: float) -> None:
         """Take over a sandbox that is to stay open for a while."""
-
-

@@ -24,12 +24,17 @@ class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What to start: an image, files laid down before anything runs, environment, bounds."""
+    """What to start: an image, files laid down before anything runs, environment, bounds.
+
+    ``sockets`` maps a path inside (below ``/tmp`` works for every image) to the path of a Unix socket
+    of the host that is bound there: the one way out of a sandbox without a network.
+    """
 
     image: str = "host"
     files: dict[str, bytes] = {}
     env: dict[str, str] = {}
     limits: SandboxLimits = SandboxLimits()
+    sockets: dict[str, str] = {}
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,6 +47,11 @@ SUBMIT_SCHEMA = function_schema(
     "Submit the final answer and finish.",
     {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]},
 )
+ECHO_SCHEMA = function_schema(
+    "echo",
+    "Answer with the text it is given.",
+    {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+)
 
 
 def _argument(arguments: dict[str, Any], name: str) -> str | ToolResult:
@@ -92,4 +97,16 @@ class SubmitTool:
         return ToolResult(text="submitted", answer=answer)
 
 
-BUILT_IN_TOOLS = ("shell", "submit")
+class EchoTool:
+    """``echo``: gives back its ``text``; needs no sandbox (benches, first tries)."""
+
+    schema = ECHO_SCHEMA
+
+    async def call(self, arguments: dict[str, Any]) -> ToolResult:
+        text = _argument(arguments, "text")
+        return text if isinstance(text, ToolResult) else ToolResult(text=text)
+
+
+BUILT_IN_TOOLS = ("shell", "submit", "echo")
+SANDBOX_TOOLS = ("shell",)
+"""Those that act in the task's sandbox."""

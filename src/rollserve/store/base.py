@@ -108,6 +108,9 @@ class Store(Protocol):
         """Forget a closed run with all that belongs to it; returns the payloads to delete. Raises
         ``Conflict`` when it is not closed or rollouts are still running."""
 
+    async def list_payloads(self) -> set[str]:
+        """The payloads of all attempts, for ``PayloadStore.sweep``."""
+
     # -- groups and rollouts
     async def submit_groups(self, run_id: str, groups: Sequence[NewGroup]) -> list[Group]:
         """All or none, in order; a group whose key is known returns the group of then. Raises

@@ -118,7 +118,7 @@ class TinyTokenizer:
         text: str = self.inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | None | list[int | None]:
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
         if isinstance(tokens, str):
             return self.inner.token_to_id(tokens)
         return [self.inner.token_to_id(token) for token in tokens]

@@ -16,6 +16,7 @@ import msgspec
 
 from rollserve import errors
 from rollserve.errors import EpisodeFailure, LimitReached, RollserveError
+from rollserve.usercode.base import Role
 
 MAX_FRAME_BYTES = 64 << 20
 MAX_PACKET_BYTES = 64 << 10
@@ -74,7 +75,8 @@ class Release(msgspec.Struct, frozen=True, tag="release", array_like=True):
 
 
 class Preload(msgspec.Struct, frozen=True, tag="preload", array_like=True):
-    modules: tuple[str, ...]
+    path: str
+    role: Role
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
@@ -99,9 +101,9 @@ class Exited(msgspec.Struct, frozen=True, tag="exited", array_like=True):
 
 
 class Preloaded(msgspec.Struct, frozen=True, tag="preloaded", array_like=True):
-    """``errors`` says per module why it could not be imported."""
+    """``error`` says why it could not be, or is empty: then hosts do it themselves."""
 
-    errors: dict[str, str]
+    error: str
 
 
 ToZygote = Fork | Release | Preload
@@ -134,10 +136,18 @@ _REBUILT: dict[str, type[RollserveError]] = {
 }
 
 
+def _known_code(error: RollserveError) -> str:
+    """The code of the nearest class of ``error`` that the other side can rebuild."""
+    if isinstance(error, LimitReached):
+        return error.code
+    codes = (kind.code for kind in type(error).__mro__ if issubclass(kind, RollserveError))
+    return next((code for code in codes if code in _REBUILT), errors.InvalidInput.code)
+
+
 def to_fault(call_id: int, error: RollserveError) -> Fault:
     return Fault(
         id=call_id,
-        code=error.code if error.code in _REBUILT or isinstance(error, LimitReached) else "invalid_input",
+        code=_known_code(error),
         message=error.message if error.hint is None else f"{error.message} ({error.hint})",
         field=error.field,
         operation=error.operation if isinstance(error, EpisodeFailure) else "",

@@ -15,7 +15,7 @@ from __future__ import annotations
 import array
 import ctypes
 import gc
-import importlib
+import io
 import os
 import resource
 import selectors
@@ -42,6 +42,7 @@ from rollserve.usercode.frames import (
     Release,
     ToZygote,
 )
+from rollserve.usercode.operations import UserCode
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -65,6 +66,7 @@ class Zygote:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
+        self._code = UserCode()
         self._hosts: dict[int, int] = {}
         self._ended: set[int] = set()
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -152,7 +154,7 @@ class Zygote:
             _redirect(output_fd)
             _limit(order)
             gc.enable()
-            host_main(socket.socket(fileno=channel_fd))
+            host_main(socket.socket(fileno=channel_fd), self._code.operations)
         except BaseException:  # the process's edge: a traceback into the attempt's log, then out
             traceback.print_exc()
         finally:
@@ -166,15 +168,14 @@ class Zygote:
                 os.waitpid(pid, 0)
 
     def _preload(self, order: Preload) -> None:
-        failed: dict[str, str] = {}
-        for module in order.modules:
-            try:
-                importlib.import_module(module)
-            except BaseException as error:  # user code at import: recorded in the answer
-                failed[module] = repr(error)[:500]
+        error = ""
+        try:
+            self._code.prepare(order.path, order.role)
+        except BaseException as caught:  # user code at import: recorded in the answer
+            error = repr(caught)[:500]
         gc.collect()
         gc.freeze()
-        self._tell(Preloaded(failed))
+        self._tell(Preloaded(error))
 
     def _sweep(self) -> None:
         """Report hosts that have ended, kill what they left."""
@@ -230,8 +231,12 @@ def _redirect(output_fd: int) -> None:
     os.dup2(output_fd, 2)
     os.close(null)
     os.close(output_fd)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr] # ours
+    sys.stdout, sys.stderr = _line_stream(1), _line_stream(2)
+
+
+def _line_stream(fd: int) -> io.TextIOWrapper:
+    raw = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def _limit(order: Fork) -> None:

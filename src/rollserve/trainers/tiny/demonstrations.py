@@ -55,10 +55,6 @@ class Values:
         return self.digits[2:]
 
 
-Step = tuple[str, str]
-"""``("call", key)`` or ``("final", text)``, by name of the value: see ``_steps``."""
-
-
 @dataclass(frozen=True, slots=True)
 class Path:
     """``ids`` and ``mask`` (what the model samples) with stand-ins; ``slots[i]`` is the index of the
@@ -107,7 +103,7 @@ def _value_ids(rendering: Rendering, values: Values) -> list[int]:
 
 
 def _render(rendering: Rendering, values: Values, steps: tuple[str, ...]) -> tuple[Ids, Bits]:
-    first, second, wrong_first, wrong_second = values.keys
+    first, second, wrong_first, wrong_second = list(values.keys)
     calls = {
         "first": (first, pointer(second)),
         "second": (second, values.answer),

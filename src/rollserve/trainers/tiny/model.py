@@ -28,7 +28,7 @@ class ModelSize:
     context: int = 1024
 
 
-def make_model(size: ModelSize = ModelSize(), *, seed: int = 0) -> Qwen3ForCausalLM:  # noqa: B008
+def make_model(size: ModelSize = ModelSize(), *, seed: int = 0) -> Qwen3ForCausalLM:
     """A fresh model for the tiny tokenizer, in float32.
 
     The embeddings are not tied: vLLM 0.32 leaves a tied output layer at its old weights when it

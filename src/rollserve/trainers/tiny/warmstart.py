@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,18 +22,18 @@ class WarmStart:
     """The first ``skill_steps`` show only episodes that succeed: copying a key or a digit is learnt
     fastest where nothing is left to chance. The rest show the mixture."""
 
-    steps: int = 300
+    steps: int = 240
     skill_steps: int = 150
     rows: int = 32
     learning_rate: float = 4e-3
     warmup_steps: int = 20
     weight_decay: float = 0.01
-    mixture: Mixture = Mixture()
-    size: ModelSize = ModelSize()
+    mixture: Mixture = field(default_factory=Mixture)
+    size: ModelSize = field(default_factory=ModelSize)
 
 
 def warm_start(
-    settings: WarmStart = WarmStart(),  # noqa: B008
+    settings: WarmStart = WarmStart(),
     *,
     seed: int = 0,
     tools: Sequence[dict[str, Any]] = (SHELL_TOOL,),
@@ -60,7 +60,8 @@ def warm_start(
         optimizer.step()
         if report is not None:
             report(step + 1, loss.item(), time.monotonic() - started)
-    return model.eval()
+    torch.nn.Module.eval(model)
+    return model
 
 
 def _rate(settings: WarmStart, step: int) -> float:

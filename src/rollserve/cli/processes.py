@@ -1,4 +1,4 @@
-"""The demo's processes: started with their output in a log each, waited for, and stopped for sure."""
+"""Processes a command starts beside itself: output in a log each, waited for, stopped for sure."""
 
 from __future__ import annotations
 

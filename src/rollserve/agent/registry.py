@@ -1,0 +1,69 @@
+"""Agents by name: built in, installed (entry points ``rollserve.agents``), or an import path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from rollserve.agent.base import Agent, AgentEntry
+from rollserve.agent.python_agent import PythonAgent
+from rollserve.agent.tool_agent import ToolAgent, ToolAgentOptions
+from rollserve.errors import UnknownName
+from rollserve.records.task import AgentSpec
+from rollserve.usercode.base import CodeHosts, CodeInfo, Role
+from rollserve.usercode.options import check_arguments, parse_options
+
+ENTRY_POINTS = "rollserve.agents"
+
+
+def _tool_agent(options: dict[str, Any]) -> Agent:
+    return ToolAgent(parse_options(ToolAgentOptions, options, field="agent.options"))
+
+
+def _check_tool_agent(options: dict[str, Any]) -> None:
+    _tool_agent(options)
+
+
+def built_in() -> dict[str, AgentEntry]:
+    """The agents that run in the worker. A new one is a line here."""
+    return {"tool": AgentEntry(name="tool", make=_tool_agent, check=_check_tool_agent)}
+
+
+class AgentCatalog:
+    """``installed`` maps names to import paths; by default what installed packages declare. An
+    installed agent is user code like any other: it runs in a code host."""
+
+    def __init__(self, hosts: CodeHosts, *, installed: Mapping[str, str] | None = None) -> None:
+        self._hosts = hosts
+        self._built_in = built_in()
+        if installed is None:
+            installed = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+        self._installed = dict(installed)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted({*self._built_in, *self._installed})
+
+    async def resolve(self, spec: AgentSpec, *, field: str = "agent") -> AgentEntry:
+        """Raises ``UnknownName`` or ``InvalidInput`` at ``<field>.name``; options are not looked at."""
+        if (entry := self._built_in.get(spec.name)) is not None:
+            return entry
+        path = self._installed.get(spec.name, spec.name)
+        if ":" not in path:
+            raise UnknownName("agent", spec.name, self.names, field=f"{field}.name")
+        return self._hosted(spec.name, await self._hosts.describe(path, Role.AGENT, field=f"{field}.name"))
+
+    async def check(self, spec: AgentSpec, *, field: str = "agent") -> None:
+        """Name and options. Raises ``InvalidInput`` (options: at ``agent.options.<name>``)."""
+        (await self.resolve(spec, field=field)).check(dict(spec.options))
+
+    def _hosted(self, name: str, info: CodeInfo) -> AgentEntry:
+        def check(options: dict[str, Any]) -> None:
+            check_arguments(info.parameters, options, field="agent.options")
+
+        def make(options: dict[str, Any]) -> Agent:
+            check(options)
+            return PythonAgent(self._hosts, info.path, options)
+
+        return AgentEntry(name=name, make=make, check=check, hosted=True, code={info.path: info.version})

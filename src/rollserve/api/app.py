@@ -1,0 +1,42 @@
+"""The HTTP application. Its life is its caller's: the coordinator is started and stopped outside."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+
+from rollserve import __version__
+from rollserve.api import deliveries, events, policies, problems, rollouts, runs, status, trajectories
+from rollserve.api.auth import Auth, AuthMiddleware
+from rollserve.api.bodies import BodyBudget
+from rollserve.api.metrics import MeterMiddleware, RequestMeter
+from rollserve.api.openapi import describe
+from rollserve.config import ApiSettings
+from rollserve.rollouts.coordinator import Coordinator
+
+_BODIES_AT_ONCE = 8
+"""Of the largest size, before more are refused."""
+
+
+def make_app(coordinator: Coordinator, settings: ApiSettings, auth: Auth) -> FastAPI:
+    meter = RequestMeter()
+    app = FastAPI(
+        title="rollserve",
+        version=__version__,
+        summary="Rollouts as a service for reinforcement learning of multi-turn LLM agents.",
+        redoc_url=None,
+        redirect_slashes=False,
+        middleware=[
+            Middleware(MeterMiddleware, meter=meter),
+            Middleware(AuthMiddleware, auth=auth),
+        ],
+    )
+    max_body_bytes = settings.max_body_mb << 20
+    app.state.coordinator = coordinator
+    app.state.meter = meter
+    app.state.budget = BodyBudget(max_body_bytes, _BODIES_AT_ONCE * max_body_bytes)
+    problems.install(app)
+    for topic in (policies, runs, rollouts, trajectories, deliveries, events, status):
+        app.include_router(topic.router())
+    app.openapi = describe(app)  # type: ignore[method-assign]  # the framework's documented way
+    return app

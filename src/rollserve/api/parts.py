@@ -1,0 +1,86 @@
+"""What the routes share: the coordinator of this app, paging, idempotency keys, and strict names of
+query parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Depends, Header, Query, Request, Response
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
+
+from rollserve.api.problems import problem_response
+from rollserve.errors import InvalidInput, UnknownName
+from rollserve.rollouts.coordinator import Coordinator
+
+
+async def _coordinator(request: Request) -> Coordinator:
+    coordinator: Coordinator = request.app.state.coordinator
+    return coordinator
+
+
+Core = Annotated[Coordinator, Depends(_coordinator)]
+
+IdempotencyKey = Annotated[
+    str | None, Header(alias="Idempotency-Key", description="Makes it safe to send the request again.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    cursor: str | None
+    limit: int
+
+
+async def _paging(
+    cursor: Annotated[str | None, Query(max_length=256, description="`next` of the page before.")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> Paging:
+    return Paging(cursor, limit)
+
+
+Paged = Annotated[Paging, Depends(_paging)]
+
+
+def slice_of(items: list[Any], paging: Paging) -> tuple[list[Any], str | None]:
+    """A page of a list that is in memory; the cursor is an index."""
+    if paging.cursor is not None and not (paging.cursor.isascii() and paging.cursor.isdigit()):
+        raise InvalidInput("not a cursor of this list", field="cursor")
+    start = int(paging.cursor or 0)
+    end = start + paging.limit
+    return items[start:end], str(end) if end < len(items) else None
+
+
+def accepts(model: type[Any]) -> dict[str, Any]:
+    """OpenAPI's description of a body that the route reads by itself (``bodies.body``)."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}-Input"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def answers(name: str, *kinds: str) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI's description of an answer that is no pydantic model."""
+    schema = {"$ref": f"#/components/schemas/{name}"}
+    return {200: {"content": {kind: {"schema": schema} for kind in kinds}}}
+
+
+class StrictRoute(APIRoute):
+    """Refuses query parameters it does not have: a misspelt filter must not list everything."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        known = set(_query_names(self.dependant))
+
+        async def strict(request: Request) -> Response:
+            for name in request.query_params:
+                if name not in known:
+                    return problem_response(UnknownName("query parameter", name, known, field=name))
+            return await handle(request)
+
+        return strict
+
+
+def _query_names(dependant: Dependant) -> list[str]:
+    own = [param.alias for param in dependant.query_params]
+    return own + [name for inner in dependant.dependencies for name in _query_names(inner)]

@@ -1,0 +1,43 @@
+"""From a spec to a backend. Kinds are imported when one is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollserve.backend.base import Backend
+from rollserve.errors import InvalidInput, UnknownName
+from rollserve.records.policy import BackendKind, BackendSpec
+
+_OPTIONS = ("connect_timeout_s", "control_timeout_s")
+
+
+def make_backend(spec: BackendSpec, model: str) -> Backend:
+    """A client of the server at ``spec.url``, for the weights it serves as ``model``. Connects to
+    nothing yet. ``spec.options``: ``connect_timeout_s``, ``control_timeout_s``. Raises ``InvalidInput``
+    (fields ``url``, ``options.*``)."""
+    from rollserve.backend.http import Http, Timeouts
+
+    for name in spec.options:
+        if name not in _OPTIONS:
+            raise UnknownName("option", name, _OPTIONS, field=f"options.{name}")
+    defaults = Timeouts()
+    timeouts = Timeouts(
+        connect_s=_seconds(spec.options, "connect_timeout_s", defaults.connect_s),
+        control_s=_seconds(spec.options, "control_timeout_s", defaults.control_s),
+    )
+    key = None if spec.api_key is None else spec.api_key.get_secret_value()
+    http = Http(spec.url, api_key=key, timeouts=timeouts)
+    if spec.kind is BackendKind.OPENAI:
+        from rollserve.backend.openai import OpenAIBackend
+
+        return OpenAIBackend(http, model)
+    from rollserve.backend.vllm import VllmBackend
+
+    return VllmBackend(http, model, engine=spec.kind.value)
+
+
+def _seconds(options: dict[str, Any], name: str, default: float) -> float:
+    value = options.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 3600:
+        raise InvalidInput(f"must be seconds above 0, up to 3600, not {value!r}", field=f"options.{name}")
+    return float(value)

@@ -1,0 +1,135 @@
+"""``rollserve doctor``: what this machine can do, and how to mend what it can't."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rollserve import config
+from rollserve.backend.registry import make_backend
+from rollserve.cli.output import out, print_json
+from rollserve.errors import ConfigError, RollserveError
+from rollserve.records.policy import BackendKind, BackendSpec
+from rollserve.sandbox.registry import make_runtime, runtime_names
+
+OPEN_FILES_WANTED = 8192
+FREE_DISK_WANTED_GB = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``level``: ``ok``, ``note`` (works, with a limit) or ``problem``."""
+
+    name: str
+    level: str
+    detail: str
+    remedy: str = ""
+
+
+def _python() -> Finding:
+    system = f"{platform.system()} {platform.release()}, {os.cpu_count()} cores"
+    return Finding("python", "ok", f"Python {platform.python_version()} on {system}")
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"{soft} open files (hard limit {hard})"
+    if soft >= OPEN_FILES_WANTED:
+        return Finding("file limit", "ok", text)
+    remedy = f"ulimit -n {min(hard, 20000)}; a few hundred sandboxes need some thousand descriptors"
+    return Finding("file limit", "note", text, remedy)
+
+
+def _disk(path: Path) -> Finding:
+    place = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    free_gb = shutil.disk_usage(place).free / 1e9
+    text = f"{free_gb:.1f} GB free for {path}"
+    if free_gb < FREE_DISK_WANTED_GB:
+        return Finding("disk", "problem", text, "free some space, or set data_dir elsewhere")
+    return Finding("disk", "ok", text)
+
+
+def _runtime(name: str, data_dir: Path, default: str) -> Finding:
+    report = make_runtime(name, data_dir).report()
+    label = f"runtime {name}"
+    if not report.usable:
+        level = "problem" if name == default else "note"
+        return Finding(label, level, report.detail or "does not work here", report.remedy)
+    enforced = f"; bounds it can enforce: {', '.join(report.enforces) or 'none'}"
+    if not report.isolated and name != "none":
+        return Finding(label, "note", f"UNSAFE: isolates nothing{enforced}", "for trusted tasks only")
+    return Finding(label, "ok", f"{report.detail or 'works'}{enforced}")
+
+
+def _extras() -> list[Finding]:
+    wanted = {
+        "math": ("math_verify", "grader `math`"),
+        "local": ("torch", "local inference server"),
+        "train": ("torch", "GRPO trainer"),
+    }
+    findings = []
+    for extra, (module, what) in wanted.items():
+        if importlib.util.find_spec(module):
+            findings.append(Finding(f"extra {extra}", "ok", f"{what}: installed"))
+        else:
+            remedy = f"pip install 'rollserve[{extra}]'"
+            findings.append(Finding(f"extra {extra}", "note", f"{what}: not installed", remedy))
+    return findings
+
+
+async def _backend(url: str) -> Finding:
+    """Tries the kinds it could be; the first that answers is named."""
+    complaints = []
+    for kind in (BackendKind.VLLM, BackendKind.OPENAI):
+        backend = make_backend(BackendSpec(url=url, kind=kind), "")
+        try:
+            info = await asyncio.wait_for(backend.probe(), timeout=30)
+        except (RollserveError, TimeoutError) as error:
+            complaints.append(f"{kind.value}: {error or 'no answer within 30 s'}")
+            continue
+        finally:
+            await backend.close()
+        text = f"{info.engine}, serves {', '.join(info.models)}, logprobs {info.logprobs_mode}"
+        level = "note" if info.warnings else "ok"
+        return Finding(f"backend {url}", level, text, "; ".join(info.warnings))
+    return Finding(
+        f"backend {url}", "problem", " | ".join(complaints), "is the server up, and the URL its root?"
+    )
+
+
+def _settings(path: Path | None) -> tuple[config.Settings, Finding]:
+    try:
+        settings = config.load(config=path)
+    except ConfigError as error:
+        return config.Settings(), Finding("settings", "problem", str(error), "see docs/operations.md")
+    source = config.config_file(path)
+    return settings, Finding(
+        "settings", "ok", f"from {source}" if source else "defaults (no rollserve.toml here)"
+    )
+
+
+async def doctor(path: Path | None, backends: list[str], *, as_json: bool) -> int:
+    """Exit code 1 when there is a problem."""
+    settings, finding = _settings(path)
+    findings = [_python(), finding, _open_files(), _disk(settings.data_dir)]
+    default = settings.workers.runtime
+    findings += [_runtime(name, settings.data_dir, default) for name in runtime_names()]
+    findings += _extras()
+    findings += await asyncio.gather(*(_backend(url) for url in backends))
+    worst = any(finding.level == "problem" for finding in findings)
+    if as_json:
+        print_json({"ok": not worst, "findings": [asdict(finding) for finding in findings]})
+        return int(worst)
+    marks = {"ok": ("✓", "green"), "note": ("•", "yellow"), "problem": ("✗", "red")}
+    for finding in findings:
+        mark, style = marks[finding.level]
+        out.print(f"{mark} {finding.name}: {finding.detail}", style=style, markup=False)
+        if finding.remedy:
+            out.print(f"    → {finding.remedy}", markup=False)
+    return int(worst)

@@ -1,0 +1,31 @@
+"""``rollserve serve``: the server in the foreground, until SIGINT or SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from rollserve import config
+from rollserve.build.server import Ready, run_server
+from rollserve.cli.output import err
+
+
+def announce(ready: Ready) -> None:
+    """What a person needs to know at the start; the admin key is shown this once."""
+    err.print(f"rollserve is ready at {ready.url} ({ready.workers} workers, data in {ready.data_dir})")
+    if ready.new_admin_key:
+        err.print(f"admin key, shown this once: {ready.new_admin_key}", markup=False)
+    if not ready.key_required:
+        err.print("requests from this machine need no key (bound to loopback only)")
+    if ready.unsafe_runtime:
+        err.print(
+            f"UNSAFE: the runtime {ready.unsafe_runtime!r} isolates nothing; what a model writes runs as you",
+            style="bold red",
+        )
+
+
+def serve(config_path: Path | None, overrides: dict[str, Any]) -> None:
+    """Raises ``ConfigError`` before anything is started."""
+    settings = config.load(config=config_path, overrides=overrides)
+    asyncio.run(run_server(settings, announce))

@@ -1,0 +1,189 @@
+"""Commands that speak to a running server: submit, status, show, cancel."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rollserve.cli.output import err, out, print_json, table
+from rollserve.client import Client, RunHandle
+from rollserve.errors import InvalidInput
+from rollserve.records.task import Task
+from rollserve.wire import OpenRun
+
+Where = tuple[str, str | None]
+
+
+def read_text(path: Path) -> str:
+    """The file's text, or standard input for ``-``. Raises ``InvalidInput``."""
+    if str(path) == "-":
+        return sys.stdin.read()
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"can't read {path}: {error}") from error
+
+
+def parse_task(text: str, where: str) -> Task:
+    """Raises ``InvalidInput`` that names the place and the field."""
+    try:
+        return Task.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise InvalidInput(f"{first['msg']}", field=f"{where}{': ' + field if field else ''}") from error
+
+
+def read_tasks(path: Path) -> list[Task]:
+    tasks = [
+        parse_task(line, f"line {number}")
+        for number, line in enumerate(read_text(path).splitlines(), start=1)
+        if line.strip()
+    ]
+    if not tasks:
+        raise InvalidInput(f"{path} holds no task", hint="one JSON object a line")
+    return tasks
+
+
+async def submit(
+    where: Where,
+    file: Path,
+    policy: str,
+    num_rollouts: int,
+    *,
+    name: str | None,
+    run_id: str | None,
+    wait: bool,
+    as_json: bool,
+) -> int:
+    tasks = read_tasks(file)
+    async with Client(*where) as client:
+        handle = (
+            await client.run(run_id) if run_id else await client.open_run(OpenRun(policy=policy, name=name))
+        )
+        groups = await handle.submit(tasks, num_rollouts=num_rollouts)
+        summary: dict[str, Any] = {"run_id": handle.id, "groups": [group.id for group in groups]}
+        if not as_json:
+            out.print(f"run {handle.id}: {len(groups)} groups of {num_rollouts} submitted")
+        if wait:
+            summary["rewards"] = await _wait(handle, {group.id for group in groups}, quiet=as_json)
+    if as_json:
+        print_json(summary)
+    elif not wait:
+        out.print(f"follow it with `rollserve status {handle.id}`")
+    return 0
+
+
+async def _wait(handle: RunHandle, ids: set[str], *, quiet: bool) -> dict[str, list[float | None]]:
+    """Rewards by group id, each reported as it finishes."""
+    rewards: dict[str, list[float | None]] = {}
+    columns = (TextColumn("groups"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, disable=quiet) as progress:
+        bar = progress.add_task("groups", total=len(ids))
+        async with aclosing(handle.groups(trainer="rollserve-cli", auto_ack=False)) as stream:
+            while ids - rewards.keys():
+                group = await anext(stream)
+                await group.ack()
+                if group.group.id in ids:
+                    rewards[group.group.id] = group.rewards
+                    progress.advance(bar)
+    if not quiet:
+        graded = [r for group in rewards.values() for r in group if r is not None]
+        total = sum(len(group) for group in rewards.values())
+        mean = f"{sum(graded) / len(graded):.3f}" if graded else "none"
+        out.print(f"{total} rollouts, {len(graded)} graded, mean reward {mean}")
+    return rewards
+
+
+async def status(where: Where, run_id: str | None, *, as_json: bool) -> int:
+    async with Client(*where) as client:
+        if run_id:
+            return await _run_status(await client.run(run_id), as_json=as_json)
+        now = await client.status()
+        runs = await client.runs()
+    if as_json:
+        print_json({**now.model_dump(mode="json"), "runs": [run.model_dump(mode="json") for run in runs]})
+        return 0
+    out.print(f"rollserve {now.version}, up {now.uptime_s:.0f} s, {len(now.workers)} workers")
+    out.print(f"queued {now.queued}, running {now.running}, loop lag p99 {now.loop_lag_ms_p99:.1f} ms")
+    if now.slots:
+        table(("stage", "attempts", "slots"), [(s, now.stages.get(s, 0), n) for s, n in now.slots.items()])
+    if now.backends:
+        rows = [
+            (b.get("policy"), b.get("id"), b.get("url"), b.get("state"), b.get("in_flight"))
+            for b in now.backends
+        ]
+        table(("policy", "backend", "url", "state", "in flight"), rows)
+    if runs:
+        table(
+            ("run", "name", "policy", "state"),
+            [(r.id, r.spec.name, r.spec.policy, r.state.value) for r in runs],
+        )
+    return 0
+
+
+async def _run_status(handle: RunHandle, *, as_json: bool) -> int:
+    now = await handle.status()
+    if as_json:
+        print_json(now.model_dump(mode="json"))
+        return 0
+    spec = now.run.spec
+    out.print(f"run {now.run.id} ({spec.name or 'unnamed'}), policy {spec.policy}: {now.run.state.value}")
+    table(("what", "count"), sorted(now.counts.items()))
+    return 0
+
+
+async def show(where: Where, rollout_id: str, *, log: bool, as_json: bool) -> int:
+    async with Client(*where) as client:
+        now = await client.rollout(rollout_id)
+        trajectory = await client.trajectory(rollout_id)
+        lines = await client.log(now.attempts[-1].id) if log and now.attempts else []
+    if as_json:
+        print_json({**now.model_dump(mode="json"), "trajectory": trajectory, "log": lines})
+        return 0
+    rollout = now.rollout
+    stage = f" ({now.stage})" if now.stage else ""
+    out.print(f"rollout {rollout.id}: {rollout.state.value}{stage}, reward {rollout.reward}", markup=False)
+    if rollout.failure:
+        out.print(f"failure: {rollout.failure.kind.value}: {rollout.failure.message}", markup=False)
+    rows = [
+        (
+            a.id,
+            a.outcome.value if a.outcome else "running",
+            a.failure.code if a.failure else "",
+            a.counts.get("turns", 0),
+        )
+        for a in now.attempts
+    ]
+    table(("attempt", "outcome", "failure", "turns"), rows)
+    for message in trajectory.get("conversation", []):
+        print_message(message)
+    for at, line in lines:
+        out.print(f"{at:.3f} {line}", markup=False)
+    return 0
+
+
+def print_message(message: dict[str, Any]) -> None:
+    out.print(f"[{message['role']}]", style="bold", markup=False)
+    if message.get("reasoning"):
+        out.print(message["reasoning"], style="dim", markup=False)
+    if message.get("content"):
+        out.print(message["content"], markup=False)
+    for call in message.get("tool_calls", []):
+        out.print(f"→ {call['name']}({call['arguments']})", style="cyan", markup=False)
+
+
+async def cancel(where: Where, target: str, *, as_json: bool) -> int:
+    async with Client(*where) as client:
+        is_group = target.startswith("grp_")
+        result = await (client.cancel_group(target) if is_group else client.cancel_rollout(target))
+    if as_json:
+        print_json(result.model_dump())
+    else:
+        out.print(f"{result.ended} ended, {result.stopping} being stopped")
+    return 0

@@ -1,0 +1,235 @@
+"""``rollserve try``: one rollout in this process, shown while it happens.
+
+The model is a policy of a running server, or any inference server by URL; sandbox, tools, agent and
+grader are this machine's. With ``--shell`` the sandbox is kept when the rollout has no reward, and
+commands can be typed into it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollserve import config
+from rollserve.build.server import probe
+from rollserve.build.worker import Workplace, open_workplace, stage_slots
+from rollserve.cli.output import err, fail, out, print_json
+from rollserve.cli.talk import parse_task, print_message, read_text
+from rollserve.client import Client
+from rollserve.config import Settings
+from rollserve.errors import InvalidInput, UnknownName
+from rollserve.executor.base import PolicyView, StartAttempt
+from rollserve.records.call import Call, Message
+from rollserve.records.policy import Backend, BackendKind, BackendSpec, Policy, PolicySpec, RendererSpec
+from rollserve.records.rollout import Attempt, RolloutState, Stage
+from rollserve.records.run import RunSpec, SamplingSettings
+from rollserve.records.task import Task
+from rollserve.rollouts.attempt import AttemptRunner
+from rollserve.rollouts.policies import backend_json
+from rollserve.rollouts.stages import StagePools
+from rollserve.sandbox.base import Sandbox
+from rollserve.store.base import SealedPayload, Segment
+
+KEEP_S = 24 * 3600.0
+PROMPT = "sandbox> "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where the model is: ``policy`` of the server at ``url``, or ``backend`` with its details."""
+
+    url: str
+    api_key: str | None
+    policy: str | None
+    backend: str | None
+    kind: str
+    model: str | None
+    tokenizer: str | None
+    renderer: str
+    temperature: float
+
+
+async def _from_server(target: Target, name: str) -> tuple[Policy, list[Backend]]:
+    async with Client(target.url, target.api_key) as client:
+        return await client.policy(name), await client.backends(name)
+
+
+async def _from_backend(target: Target, url: str) -> tuple[Policy, list[Backend]]:
+    if not target.model or not target.tokenizer:
+        raise InvalidInput("--backend needs --model and --tokenizer too")
+    if target.kind not in list(BackendKind):
+        raise UnknownName("kind", target.kind, list(BackendKind), field="kind")
+    spec = BackendSpec(url=url, kind=BackendKind(target.kind))
+    info = await probe(spec, target.model)
+    renderer = RendererSpec(name=target.renderer)
+    policy = Policy(
+        spec=PolicySpec(name="try", model=target.model, tokenizer=target.tokenizer, renderer=renderer)
+    )
+    return policy, [Backend(id="be_try", policy="try", spec=spec, info=info)]
+
+
+async def find_model(target: Target) -> tuple[Policy, list[Backend]]:
+    """Raises ``InvalidInput`` when the flags name no model."""
+    if target.policy and not target.backend:
+        return await _from_server(target, target.policy)
+    if target.backend and not target.policy:
+        return await _from_backend(target, target.backend)
+    raise InvalidInput(
+        "name the model: --policy NAME (of a running server), or --backend URL --model NAME --tokenizer DIR"
+    )
+
+
+class LiveSegment:
+    """Passes everything on, and shows it on the way."""
+
+    def __init__(self, inner: Segment, *, quiet: bool) -> None:
+        self._inner = inner
+        self._quiet = quiet
+
+    def append_call(self, call: Call) -> None:
+        self._inner.append_call(call)
+        if self._quiet:
+            return
+        for message in (*call.messages, call.reply):
+            print_message(_plain(message))
+        sampled = len(call.sampled_ids) // 4
+        out.print(f"    {sampled} tokens, {call.finished_at - call.started_at:.2f} s", style="dim")
+
+    def append_log(self, line: str) -> None:
+        self._inner.append_log(line)
+        if not self._quiet:
+            err.print(f"· {line}", style="dim", markup=False)
+
+    def append_artifact(self, path: str, data: bytes) -> None:
+        self._inner.append_artifact(path, data)
+
+    def append_call_rewards(self, rewards: dict[str, float]) -> None:
+        self._inner.append_call_rewards(rewards)
+
+    async def seal(self) -> SealedPayload:
+        return await self._inner.seal()
+
+    def discard(self) -> None:
+        self._inner.discard()
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    data: dict[str, Any] = msgspec.to_builtins(message)
+    return {"role": message.role, **data}
+
+
+class Observer:
+    """Keeps the sandbox that is to be looked at."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.kept: Sandbox | None = None
+        self._quiet = quiet
+
+    def stage_changed(self, attempt_id: str, stage: Stage) -> None:
+        if not self._quiet:
+            err.print(f"— {stage.value}", style="bold")
+
+    def count(self, counter: str, by: float = 1) -> None:
+        """Nobody counts here."""
+
+    def keep(self, sandbox: Sandbox, seconds: float) -> None:
+        self.kept = sandbox
+
+
+def _start(task: Task, policy: Policy, target: Target, *, keep: bool) -> StartAttempt:
+    run = RunSpec(policy=policy.spec.name, sampling=SamplingSettings(temperature=target.temperature))
+    return StartAttempt(
+        attempt_id="att_try",
+        rollout_id="rol_try",
+        group_id="grp_try",
+        run_id="run_try",
+        index=0,
+        epoch=1,
+        run_json=run.model_dump_json().encode(),
+        task_json=task.model_dump_json().encode(),
+        keep_sandbox_s=KEEP_S if keep else 0.0,
+    )
+
+
+async def _shell(sandbox: Sandbox, timeout_s: float) -> None:
+    """Lines from the terminal into the sandbox's own shell, until end of file or ``exit``."""
+    err.print(f"the sandbox is kept; type commands, `exit` or Ctrl-D to leave ({sandbox.id})")
+    while True:
+        err.print(PROMPT, end="")
+        line = await asyncio.to_thread(sys.stdin.readline)
+        if not line or line.strip() == "exit":
+            return
+        result = await sandbox.exec(line, timeout_s=timeout_s)
+        out.print(result.output, end="", markup=False)
+        if result.timed_out or result.exit_code:
+            err.print(f"[{'killed: too long' if result.timed_out else f'exit code {result.exit_code}'}]")
+
+
+async def _play(place: Workplace, settings: Settings, start: StartAttempt, quiet: bool) -> Attempt | None:
+    observer = Observer(quiet=quiet)
+    runner = AttemptRunner(
+        start,
+        LiveSegment(place.ports.payloads.open_segment(start.run_id, start.attempt_id), quiet=quiet),
+        worker_id="try",
+        ports=place.ports,
+        pools=StagePools(stage_slots(settings)),
+        observer=observer,
+    )
+    attempt = await runner.run()
+    if observer.kept is not None:
+        graded = attempt is not None and attempt.outcome is RolloutState.COMPLETED
+        try:
+            if not graded:
+                await _shell(observer.kept, start.task().limits.command_s)
+        finally:
+            await observer.kept.close()
+    return attempt
+
+
+async def try_task(file: Path, target: Target, *, config: Path | None, shell: bool, as_json: bool) -> int:
+    """Exit code 0 when the rollout was graded."""
+    task = parse_task(await asyncio.to_thread(read_text, file), str(file))
+    with tempfile.TemporaryDirectory(prefix="rollserve-try-") as folder:
+        settings = _settings(config, Path(folder), task)
+        policy, backends = await find_model(target)
+        view = PolicyView(
+            revision=time.time_ns(),
+            policy_json=policy.model_dump_json().encode(),
+            backends_json=[backend_json(backend) for backend in backends],
+        )
+        async with open_workplace(settings, tell=lambda message: None) as place:
+            await place.catalogs.check_task(task, "")
+            place.gateway.update_policy(view)
+            attempt = await _play(place, settings, _start(task, policy, target, keep=shell), as_json)
+    return _conclude(attempt, as_json=as_json)
+
+
+def _settings(path: Path | None, folder: Path, task: Task) -> Settings:
+    """This machine's settings, with data in a folder that goes away."""
+    overrides: dict[str, Any] = {"data_dir": folder}
+    if task.runtime == "process":
+        overrides["workers"] = {"allow_unsafe_runtime": True}
+    return config.load(config=path, overrides=overrides)
+
+
+def _conclude(attempt: Attempt | None, *, as_json: bool) -> int:
+    if attempt is None:
+        fail("the rollout was abandoned")
+        return 1
+    if as_json:
+        print_json(attempt.model_dump(mode="json"))
+    else:
+        what = f"reward {attempt.reward}" if attempt.failure is None else f"{attempt.failure.message}"
+        kind = "" if attempt.failure is None else f" ({attempt.failure.kind.value})"
+        mark = f", truncated by {attempt.truncated_by}" if attempt.truncated_by else ""
+        out.print(
+            f"{attempt.outcome and attempt.outcome.value}{kind}: {what}{mark}", style="bold", markup=False
+        )
+    return 0 if attempt.failure is None else 1

@@ -1,0 +1,375 @@
+"""One attempt, from its sandbox to its reward: init → ready → run → grade → release.
+
+``AttemptRunner.run`` and ``_play`` are the whole story. What holds throughout:
+
+* the stages' slots and budgets are entered here and nowhere else; waits for a slot are charged to
+  nothing but the wall ceiling;
+* before grading begins the agent's tools and generation have been stopped, its sandbox is closed and
+  its run slot is free; a grader gets a fresh sandbox;
+* every release has its own deadline and never masks the result; what could not be released stands in
+  ``detail["release_errors"]``;
+* whatever happened, calls and log are sealed: failed and cancelled attempts keep their history.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from rollserve.agent.base import AgentResult, Episode, Toolbox
+from rollserve.errors import (
+    AgentFailure,
+    AttemptCancelled,
+    ContextTooLong,
+    EpisodeFailure,
+    GraderFailure,
+    InexactTokens,
+    InfrastructureFailure,
+    LimitReached,
+    UnknownName,
+)
+from rollserve.executor.base import StartAttempt
+from rollserve.gateway.base import Session, SessionSpec
+from rollserve.grader.base import Grade, Grading
+from rollserve.records.rollout import Attempt, Stage
+from rollserve.rollouts.attempt_log import AttemptLog
+from rollserve.rollouts.clock import ActiveTimer, Deadline
+from rollserve.rollouts.failures import boundary
+from rollserve.rollouts.holdings import Holdings
+from rollserve.rollouts.keepsakes import Carried, collect_artifacts, pack, unpack
+from rollserve.rollouts.outcome import Cast, Outcome, check_grade, finished
+from rollserve.rollouts.stages import StagePools
+from rollserve.rollouts.worker_ports import AttemptObserver, WorkerPorts
+from rollserve.sandbox.base import Sandbox, SandboxLimits, SandboxSpec
+from rollserve.store.base import Segment
+
+T = TypeVar("T")
+
+
+class AttemptRunner:
+    """Runs one attempt, once. The segment is the attempt's: it is sealed or discarded here."""
+
+    def __init__(
+        self,
+        start: StartAttempt,
+        segment: Segment,
+        *,
+        worker_id: str,
+        ports: WorkerPorts,
+        pools: StagePools,
+        observer: AttemptObserver,
+    ) -> None:
+        self._start = start
+        self._task = start.task()
+        self._run = start.run()
+        self._segment = segment
+        self._ports = ports
+        self._observer = observer
+        self._place = pools.place()
+        limits = self._task.limits
+        self._timer = ActiveTimer(ports.clock, total_s=limits.total_s, wall_s=limits.wall_s)
+        self._log = AttemptLog(segment, ports.bounds)
+        self._held = Holdings(
+            clock=ports.clock, log=self._log, close_s=ports.bounds.close_s, observer=observer
+        )
+        self._outcome = Outcome(start=start, worker_id=worker_id, started_at=ports.clock.now())
+        self._asyncio_task: asyncio.Task[object] | None = None
+        self._cancelled: str | None = None
+        self._abandoned = False
+        self._ending = False
+
+    # -- the whole story
+    async def run(self) -> Attempt | None:
+        """Returns the finished attempt, or None when it was abandoned. A cancel that did not come
+        through ``cancel`` or ``abandon`` is raised once everything is released."""
+        self._asyncio_task = asyncio.current_task()
+        try:
+            with boundary("attempt", InfrastructureFailure, passes=EpisodeFailure, log=self._log):
+                self._outcome.grade = await self._play()
+        except EpisodeFailure as error:
+            self._outcome.failure = error
+        except asyncio.CancelledError:
+            self._stopped()
+        finally:
+            self._ending = True
+            await self._release()
+            if self._abandoned:
+                self._segment.discard()
+        if self._abandoned:
+            return None
+        await self._seal()
+        self._observer.stage_changed(self._start.attempt_id, Stage.DONE)
+        return finished(self._outcome, self._ports.clock.now(), self._ports.bounds.detail_bytes)
+
+    async def _play(self) -> Grade:
+        cast = await self._init()
+        failed = await self._drive(cast)
+        carried = await self._harvest(cast, failed)
+        if failed is not None:
+            raise failed
+        self._check_exact(cast.session)
+        return await self._grade(cast, carried)
+
+    def cancel(self, reason: str) -> None:
+        """End it as ``CANCELLED``; one that is ending already ends as it does."""
+        if self._cancelled is None:
+            self._cancelled = reason
+            self._interrupt()
+
+    def abandon(self) -> None:
+        """Stop and clean up without a result: whoever asked for it is gone."""
+        self._abandoned = True
+        self._interrupt()
+
+    # -- init
+    async def _init(self) -> Cast:
+        await self._wait(self._place.to_init)
+        self._enter(Stage.INIT)
+        with boundary("init", InfrastructureFailure, passes=EpisodeFailure, log=self._log):
+            cast = await self._budgeted(Stage.INIT, "init_s", self._task.limits.init_s, self._prepare)
+        self._place.to_ready()
+        self._enter(Stage.READY)
+        return cast
+
+    async def _prepare(self) -> Cast:
+        task, ports = self._task, self._ports
+        agent = await ports.agents.resolve(task.agent)
+        grader = await ports.graders.resolve(task.grader)
+        self._outcome.code = {**agent.code, **grader.code}
+        made = agent.make(dict(task.agent.options)), grader.make(dict(task.grader.options))
+        sandbox = await self._new_sandbox()
+        session = await ports.gateway.open_session(self._session_spec())
+        self._held.hold_session(session)
+        self._outcome.session = session
+        return Cast(agent=made[0], grader=made[1], sandbox=sandbox, session=session)
+
+    async def _new_sandbox(self) -> Sandbox:
+        """As the task wants it; closed by this attempt, and at the latest by its time to live."""
+        task, ports = self._task, self._ports
+        name = task.runtime or ports.default_runtime
+        if name not in ports.runtimes:
+            raise UnknownName("runtime", name, ports.runtimes, field="task.runtime")
+        limits = SandboxLimits(
+            memory_mb=task.limits.memory_mb, processes=task.limits.processes, file_mb=task.limits.file_mb
+        )
+        files = {path: text.encode() for path, text in task.files.items()}
+        return await self._held.open_sandbox(
+            ports.runtimes[name],
+            SandboxSpec(image=task.image, files=files, env=dict(task.env), limits=limits),
+            owner=self._start.attempt_id,
+            ttl_s=self._timer.wall_left_s + ports.bounds.ttl_margin_s + self._start.keep_sandbox_s,
+        )
+
+    def _session_spec(self) -> SessionSpec:
+        return SessionSpec(
+            attempt_id=self._start.attempt_id,
+            rollout_id=self._start.rollout_id,
+            run=self._run,
+            limits=self._task.limits,
+            segment=self._segment,
+            clock=self._timer,
+        )
+
+    # -- run
+    async def _drive(self, cast: Cast) -> EpisodeFailure | None:
+        """Let the agent work. A budget that runs out marks its work, which is graded all the same.
+        Returned is what ends the attempt, once its traces are collected."""
+        await self._wait(self._place.to_run)
+        self._enter(Stage.RUN)
+        tools = await self._open_tools(cast.sandbox)
+        limit_s = self._task.limits.run_s
+        try:
+            result = await self._budgeted(Stage.RUN, "run_s", limit_s, lambda: self._run_agent(cast, tools))
+        except LimitReached as error:
+            if error.limit == "wall_s":
+                return error
+            self._log(f"truncated: {error}")
+            result = AgentResult(truncated_by=error.limit)
+        except AgentFailure as error:
+            return error
+        self._outcome.result = result
+        return None
+
+    async def _open_tools(self, sandbox: Sandbox) -> Toolbox:
+        """In the run stage, so that nobody in the ready buffer holds a process for tools; charged to
+        init's budget, as it is no time of the agent's."""
+        opening = self._ports.open_toolbox(self._task, sandbox, log=self._log, pause=self._timer.pause)
+        limit_s = self._task.limits.init_s
+        with boundary("tools.open", InfrastructureFailure, passes=EpisodeFailure, log=self._log):
+            tools = await self._budgeted(
+                Stage.INIT, "init_s", limit_s, lambda: self._held.open_tools(opening)
+            )
+        self._outcome.code |= getattr(tools, "code", {})
+        return tools
+
+    async def _run_agent(self, cast: Cast, tools: Toolbox) -> AgentResult:
+        session = cast.session
+        episode = Episode(
+            task=self._task,
+            tools=tools,
+            model=session.model,
+            log=self._log,
+            base_url=session.base_url,
+            api_key=session.secret,
+            pause=self._timer.pause,
+        )
+        passes = (InfrastructureFailure, LimitReached)
+        with boundary("agent", AgentFailure, passes=passes, log=self._log):
+            try:
+                result = await cast.agent.run(episode)
+            except ContextTooLong as error:
+                raise LimitReached("context_tokens", str(error), operation="agent") from error
+            if not isinstance(result, AgentResult):
+                raise AgentFailure(f"returned {type(result).__name__}, not AgentResult", operation="agent")
+        return result
+
+    async def _harvest(self, cast: Cast, failed: EpisodeFailure | None) -> Carried:
+        """Stop the agent's side for good, take what is to be kept, free sandbox and slot. Returns the
+        files that the grader wants carried over."""
+        await self._held.stop_agent_side()
+        carried = Carried()
+        if not isinstance(failed, LimitReached):
+            carried = await self._collect(cast, carry=failed is None)
+        self._keep_sandbox()
+        await self._held.close_sandboxes()
+        self._place.release()
+        return carried
+
+    async def _collect(self, cast: Cast, *, carry: bool) -> Carried:
+        bounds = self._ports.bounds
+        paths = (cast.grader.carry or ()) if carry else ()
+        try:
+            async with Deadline(self._ports.clock, bounds.collect_s):
+                await collect_artifacts(
+                    cast.sandbox, self._task.artifacts, self._segment, bounds=bounds, log=self._log
+                )
+                if not paths:
+                    return Carried()
+                name = self._start.attempt_id
+                return await pack(cast.sandbox, paths, name=name, bounds=bounds, log=self._log)
+        except TimeoutError as error:
+            if paths:
+                raise InfrastructureFailure(f"the files to grade: {error}", operation="carry") from error
+            self._log(f"artifacts: {error}")
+        return Carried()
+
+    def _check_exact(self, session: Session) -> None:
+        inexact = session.counts.get("inexact", 0)
+        if inexact and self._run.on_inexact == "fail":
+            raise InexactTokens(
+                f"{inexact} calls are not token-exact, and the run says fail", operation="run"
+            )
+
+    # -- grade
+    async def _grade(self, cast: Cast, carried: Carried) -> Grade:
+        await self._wait(self._place.to_grade)
+        self._enter(Stage.GRADE)
+        limit_s = self._task.limits.grade_s
+        try:
+            grade = await self._budgeted(
+                Stage.GRADE, "grade_s", limit_s, lambda: self._ask_grader(cast, carried)
+            )
+        except LimitReached as error:
+            if error.limit == "wall_s":
+                raise
+            raise GraderFailure(f"not done in time: {error}", operation="grade") from error
+        if grade.call_rewards:
+            self._segment.append_call_rewards(grade.call_rewards)
+        return grade
+
+    async def _ask_grader(self, cast: Cast, carried: Carried) -> Grade:
+        grading = Grading(
+            task=self._task,
+            answer=self._outcome.result.answer,
+            conversation=cast.session.conversation(),
+            call_ids=cast.session.call_ids,
+            log=self._log,
+            pause=self._timer.pause,
+            sandbox=await self._grading_sandbox(cast.grader.carry, carried),
+        )
+        with boundary("grade", GraderFailure, log=self._log):
+            grade = await cast.grader.grade(grading)
+            check_grade(grade, grading.call_ids)
+        return grade
+
+    async def _grading_sandbox(self, paths: tuple[str, ...] | None, carried: Carried) -> Sandbox | None:
+        if paths is None:
+            return None
+        sandbox = await self._new_sandbox()
+        with boundary("carry", InfrastructureFailure, log=self._log):
+            name = self._start.attempt_id
+            await unpack(sandbox, carried, paths, name=name, timeout_s=self._task.limits.grade_s)
+        return sandbox
+
+    # -- release and end
+    async def _release(self) -> None:
+        """What is still held. Nothing here raises but a second cancel."""
+        await self._held.stop_agent_side()
+        if self._outcome.failure is not None and self._cancelled is None and not self._abandoned:
+            self._keep_sandbox()
+        await self._held.close_sandboxes()
+        self._place.release()
+
+    def _keep_sandbox(self) -> None:
+        """Once, where it was asked for: leave the run sandbox open for somebody to look at."""
+        if self._start.keep_sandbox_s > 0 and self._outcome.kept_sandbox is None:
+            self._outcome.kept_sandbox = self._held.keep_sandbox(self._start.keep_sandbox_s)
+
+    async def _seal(self) -> None:
+        """A result whose payload is lost is none: it fails as ours, unless it had failed already."""
+        outcome = self._outcome
+        self._log(f"ended: {outcome.failure or f'reward {outcome.grade and outcome.grade.reward}'}")
+        try:
+            async with Deadline(self._ports.clock, self._ports.bounds.seal_s):
+                outcome.payload = await self._segment.seal()
+        except Exception as error:  # an edge: the payload store is on a disk, which can do anything
+            self._held.note(f"payload.seal: {type(error).__name__}: {error}")
+            lost = InfrastructureFailure(f"the payload can't be kept: {error}", operation="payload.seal")
+            outcome.failure = outcome.failure or lost
+        outcome.troubles = self._held.errors + self._log.trouble
+
+    # -- time, stages and cancels
+    async def _budgeted(
+        self, stage: Stage, name: str, budget_s: float, work: Callable[[], Awaitable[T]]
+    ) -> T:
+        """Do ``work`` charged to a stage's budget and, but for grading, to the attempt's. Grading has
+        its own: what an agent did until ``total_s`` ran out is graded too."""
+        timings = self._outcome.timings
+        used_s = timings.get(stage.value, 0.0)
+        scope = self._timer.limit(name, budget_s - used_s, within_total=stage is not Stage.GRADE)
+        try:
+            async with scope:
+                return await work()
+        except LimitReached as error:
+            if stage is Stage.INIT and error.limit == "init_s":
+                raise InfrastructureFailure(f"not ready in time: {error}", operation="init") from error
+            raise
+        finally:
+            timings[stage.value] = used_s + scope.used_s
+
+    async def _wait(self, place: Callable[[], Awaitable[None]]) -> None:
+        """Wait for a slot: charged to nothing, ended by the wall ceiling."""
+        if self._cancelled is not None or self._abandoned:
+            raise AttemptCancelled(self._cancelled or "abandoned", operation="cancel")
+        async with self._timer.ceiling():
+            await place()
+
+    def _enter(self, stage: Stage) -> None:
+        self._log(f"stage: {stage.value}")
+        self._observer.stage_changed(self._start.attempt_id, stage)
+
+    def _interrupt(self) -> None:
+        if self._asyncio_task is not None and not self._ending:
+            self._asyncio_task.cancel()
+
+    def _stopped(self) -> None:
+        """A cancel came through. From here on only the releases run; one that is not ours goes on
+        afterwards."""
+        if self._cancelled is None and not self._abandoned:
+            self._abandoned = True
+            raise asyncio.CancelledError
+        task = asyncio.current_task()
+        while task is not None and task.cancelling():
+            task.uncancel()
+        self._outcome.failure = AttemptCancelled(self._cancelled or "abandoned", operation="cancel")

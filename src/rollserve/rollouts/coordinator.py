@@ -1,0 +1,149 @@
+"""The server without HTTP: the parts, wired, and their life.
+
+``policies``, ``runs``, ``groups``, ``deliveries``, ``trajectories``, ``events`` and ``status`` are what
+the API offers; the scheduler and its helpers work behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from rollserve.errors import Unavailable
+from rollserve.rollouts.bell import Bell, Bells
+from rollserve.rollouts.board import Board
+from rollserve.rollouts.cancel import Canceller
+from rollserve.rollouts.delivery import Deliveries, SampleMaker
+from rollserve.rollouts.endings import Endings
+from rollserve.rollouts.events import EventFeed
+from rollserve.rollouts.fleet import Fleet
+from rollserve.rollouts.groups import Groups
+from rollserve.rollouts.policies import Policies
+from rollserve.rollouts.ports import Ports
+from rollserve.rollouts.recovery import Recovery, expire_leases, recover
+from rollserve.rollouts.runs import Runs, RunSpecs
+from rollserve.rollouts.scheduler import Scheduler
+from rollserve.rollouts.status import Status
+from rollserve.rollouts.tally import LoopLag, Tally
+from rollserve.rollouts.trajectories import Trajectories
+
+log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """``start`` needs an open store and starts the executor; ``begin_stop`` lets waiting requests go
+    and starts nothing more; ``stop`` stops the executor and the loops. The store outlives it."""
+
+    def __init__(self, ports: Ports) -> None:
+        self._ports = ports
+        self._wake = Bell()
+        happened = Bell()
+        finished = Bells()
+        self.closing = asyncio.Event()
+        self.tally = Tally()
+        self._lag = LoopLag()
+        self._board = Board()
+        self._fleet = Fleet()
+        specs = RunSpecs(ports)
+        self._maker = SampleMaker(ports, specs, self.tally)
+        self.policies = Policies(ports, changed=self._wake, happened=happened)
+        endings = Endings(
+            ports,
+            specs,
+            self._board,
+            self._fleet,
+            self.tally,
+            finished=finished,
+            freed=self._wake,
+            happened=happened,
+        )
+        self._scheduler = Scheduler(
+            ports,
+            specs,
+            self._board,
+            self._fleet,
+            endings,
+            self.tally,
+            wake=self._wake,
+            on_backend=self.policies.report,
+        )
+        canceller = Canceller(ports, self._scheduler, self.tally, finished=finished, happened=happened)
+        self.runs = Runs(ports, specs, canceller, changed=self._wake, happened=happened)
+        self.groups = Groups(ports, canceller, self.tally, queued=self._wake, happened=happened)
+        self.deliveries = Deliveries(
+            ports,
+            specs,
+            self.groups,
+            self.policies,
+            self._maker,
+            self.tally,
+            finished=finished,
+            happened=happened,
+        )
+        self.trajectories = Trajectories(ports, self._maker)
+        self.events = EventFeed(ports, happened=happened)
+        self.status = Status(
+            ports, self._board, self._fleet, self.deliveries, self.events, self.tally, self._lag
+        )
+        self._life: asyncio.Task[None] | None = None
+
+    async def start(self) -> Recovery:
+        """Recover, start the workers, and begin to schedule. Raises what the executor raises."""
+        recovery = await recover(self._ports, self.deliveries)
+        await self._ports.executor.start()
+        await self.policies.tell_all()
+        self._life = asyncio.create_task(self._live(), name="coordinator")
+        return recovery
+
+    async def _live(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._scheduler.run(), name="scheduler")
+            tasks.create_task(self.events.run(), name="events")
+            tasks.create_task(self._lag.run(), name="loop lag")
+            tasks.create_task(expire_leases(self._ports, self.deliveries), name="leases")
+
+    def begin_stop(self) -> None:
+        """Answer waiting leases, end streams, start no attempt. Idempotent."""
+        self.closing.set()
+        self._scheduler.stop_admitting()
+        self.deliveries.close()
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop the workers within ``grace_s``; ends they report meanwhile are committed. What still
+        ran is run again at the next start. Idempotent."""
+        self.begin_stop()
+        try:
+            await self._ports.executor.stop(grace_s)
+        finally:
+            await self._end_life()
+            self._maker.close()
+
+    async def _end_life(self) -> None:
+        life, self._life = self._life, None
+        if life is None:
+            return
+        life.cancel()
+        try:
+            await life
+        except asyncio.CancelledError:
+            log.debug("stopped")
+        except BaseExceptionGroup:
+            log.exception("a loop had failed")
+
+    @property
+    def workers(self) -> int:
+        return len(self._fleet)
+
+    def stage_of(self, rollout_id: str) -> str | None:
+        """Where a running rollout is; None when it does not run."""
+        running = self._board.of_rollout(rollout_id)
+        return None if running is None else running.stage
+
+    def check_ready(self) -> None:
+        """Raises ``Unavailable`` unless rollouts can be run now."""
+        if self.closing.is_set():
+            raise Unavailable("the server is stopping", retry_after_s=5.0)
+        if self._life is None or self._life.done():
+            raise Unavailable("the server has not started, or one of its loops has failed", retry_after_s=1.0)
+        if not self.workers:
+            raise Unavailable("no worker is up", retry_after_s=1.0)

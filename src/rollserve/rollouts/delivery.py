@@ -1,0 +1,328 @@
+"""Delivery: finished groups, with their samples, are lent to a trainer until it acks them.
+
+The store decides what is lent (the log of finished groups, a place per trainer, leases that expire).
+Here the samples are made, from the payloads, and memory stays bounded: so many answers at a time, so
+many bytes an answer. A payload that can't be read costs its rollout's samples, with a note that says
+so; it does not hold up the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from rollserve.errors import LeaseLost, QueueFull
+from rollserve.records.delivery import Checkpoint, Lease
+from rollserve.records.rollout import Group, Rollout, RolloutState
+from rollserve.records.run import RunSpec
+from rollserve.records.sample import Sample
+from rollserve.rollouts.bell import Bell, Bells, heard
+from rollserve.rollouts.groups import Groups
+from rollserve.rollouts.policies import Policies
+from rollserve.rollouts.ports import Ports
+from rollserve.rollouts.runs import RunSpecs
+from rollserve.rollouts.tally import Tally
+
+log = logging.getLogger(__name__)
+
+MAX_ANSWER_BYTES = 128 << 20
+"""Of arrays in one answer; more groups wait for the next lease. One group always goes."""
+_ANSWERS_AT_ONCE = 4
+_ROLLOUTS_AT_ONCE = 8
+_THREADS = 4
+_RELEASE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A trainer's request. ``epoch`` None takes the trainer's current one, ``ttl_s`` None the
+    server's. ``weight`` is how much larger than its arrays the answer will be."""
+
+    trainer: str
+    epoch: int | None = None
+    max_groups: int = 16
+    wait_s: float = 0.0
+    ttl_s: float | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FinishedRollout:
+    """``note`` says why there are no samples of a rollout that should have some."""
+
+    rollout: Rollout
+    samples: list[Sample] = field(default_factory=list)
+    note: str | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(_size_bytes(sample) for sample in self.samples)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FinishedGroup:
+    group: Group
+    rollouts: list[FinishedRollout]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(rollout.size_bytes for rollout in self.rollouts)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Delivered:
+    """``lease`` None: nothing finished in time. ``policy_version`` is the policy's now."""
+
+    lease: Lease | None
+    groups: list[FinishedGroup]
+    policy_version: int
+
+
+def _size_bytes(sample: Sample) -> int:
+    arrays = (sample.ids, sample.loss_mask, sample.logprobs, sample.versions, sample.rewards)
+    extras = sum(array.nbytes for array in sample.extras.values())
+    return extras + sum(array.nbytes for array in arrays) + len(sample.text or "")
+
+
+class SampleMaker:
+    """Payload → samples, in threads."""
+
+    def __init__(self, ports: Ports, specs: RunSpecs, tally: Tally) -> None:
+        self._store = ports.store
+        self._payloads = ports.payloads
+        self._build = ports.build_samples
+        self._specs = specs
+        self._tally = tally
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="samples")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    async def make(self, rollout: Rollout) -> FinishedRollout:
+        """Never raises for what one rollout's data is like: the note says what was wrong with it."""
+        if rollout.attempt_id is None or not _has_samples(rollout):
+            return FinishedRollout(rollout=rollout)
+        run, _ = await self._specs.get(rollout.run_id)
+        try:
+            samples = await self._samples(rollout, run)
+        except Exception as error:  # a broken payload or a bug in the tree must not block the log
+            log.exception("no samples of rollout %s", rollout.id)
+            self._tally.add("payloads_unreadable")
+            return FinishedRollout(rollout=rollout, note=f"{type(error).__name__}: {error}")
+        return FinishedRollout(
+            rollout=rollout, samples=samples, note=None if samples else "no exact sample in its calls"
+        )
+
+    async def _samples(self, rollout: Rollout, run: RunSpec) -> list[Sample]:
+        attempt = await self._store.get_attempt(rollout.attempt_id or "")
+        if attempt.payload is None:
+            return []
+        payload = await self._payloads.read(attempt.payload)
+        work: Callable[[], list[Sample]] = lambda: self._build(  # noqa: E731
+            payload.calls, rollout=rollout, run=run, call_rewards=payload.call_rewards
+        )
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _has_samples(rollout: Rollout) -> bool:
+    """Failed rollouts train nothing, unless the run gives their failure a reward."""
+    return rollout.state is RolloutState.COMPLETED or rollout.reward is not None
+
+
+class Deliveries:
+    """``finished`` is rung by run when a group of it has finished; ``closing`` when the server
+    stops: waiting requests are then answered at once."""
+
+    def __init__(
+        self,
+        ports: Ports,
+        specs: RunSpecs,
+        groups: Groups,
+        policies: Policies,
+        maker: SampleMaker,
+        tally: Tally,
+        *,
+        finished: Bells,
+        happened: Bell,
+    ) -> None:
+        self._store = ports.store
+        self._clock = ports.clock
+        self._settings = ports.settings.delivery
+        self._most_waiting = ports.settings.api.max_waiting_leases
+        self._specs = specs
+        self._groups = groups
+        self._policies = policies
+        self._maker = maker
+        self._tally = tally
+        self._finished = finished
+        self._happened = happened
+        self._answers = asyncio.Semaphore(_ANSWERS_AT_ONCE)
+        self._waiting = 0
+        self._closing = False
+
+    @property
+    def waiting(self) -> int:
+        return self._waiting
+
+    def close(self) -> None:
+        self._closing = True
+        self._finished.ring_all()
+
+    async def lease(self, run_id: str, wanted: Wanted) -> Delivered:
+        """Up to ``max_groups`` finished groups, waiting up to ``wait_s`` for the first. Cancelling
+        gives back what was leased. Raises ``NotFound``, ``StaleEpoch``, ``QueueFull``."""
+        spec, _ = await self._specs.get(run_id)
+        lease = await self._wait(run_id, wanted)
+        groups: list[FinishedGroup] = []
+        if lease is not None:
+            lease, groups = await self._fill(lease, wanted, spec)
+        policy = await self._policies.get(spec.policy)
+        return Delivered(lease=lease, groups=groups, policy_version=policy.version)
+
+    async def _wait(self, run_id: str, wanted: Wanted) -> Lease | None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + min(wanted.wait_s, self._settings.max_wait_s)
+        if self._waiting >= self._most_waiting:
+            raise QueueFull(f"{self._most_waiting} trainers are waiting already", retry_after_s=1.0)
+        self._waiting += 1
+        try:
+            while True:
+                rung = self._finished.listen(run_id)
+                lease = await self._next(run_id, wanted, wanted.max_groups)
+                left_s = until - loop.time()
+                if lease is not None or left_s <= 0 or self._closing:
+                    return lease
+                await heard(rung, left_s)
+        finally:
+            self._waiting -= 1
+
+    async def _next(self, run_id: str, wanted: Wanted, limit: int) -> Lease | None:
+        taking = asyncio.ensure_future(
+            self._store.lease_groups(
+                run_id,
+                wanted.trainer,
+                wanted.epoch,
+                limit=limit,
+                ttl_s=wanted.ttl_s or self._settings.lease_ttl_s,
+                now=self._clock.now(),
+            )
+        )
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:  # it may be committed already, and nobody would know of it
+            lease = await taking
+            if lease is not None:
+                await self._give_back(lease.id)
+            raise
+
+    async def _fill(
+        self, lease: Lease, wanted: Wanted, spec: RunSpec
+    ) -> tuple[Lease | None, list[FinishedGroup]]:
+        """Make the samples of as many of the leased groups as fit; the others are given back."""
+        held: Lease | None = lease
+        try:
+            async with self._answers:
+                groups = await self._assemble(lease, wanted.weight)
+                if len(groups) < len(lease.group_ids):
+                    held = None
+                    await self._store.nack_lease(lease.id)
+                    held = await self._next(lease.run_id, wanted, len(groups))
+                    made = {group.group.id: group for group in groups}
+                    missing = [] if held is None else [g for g in held.group_ids if g not in made]
+                    made |= {group_id: await self._group(group_id) for group_id in missing}
+                    groups = [] if held is None else [made[group_id] for group_id in held.group_ids]
+        except BaseException:
+            if held is not None:
+                await self._give_back(held.id)
+            raise
+        self._tally.add("groups_delivered", len(groups))
+        self._tally.add("rollouts_delivered", sum(len(group.rollouts) for group in groups))
+        self._tally.add(
+            "samples_delivered", sum(len(rollout.samples) for group in groups for rollout in group.rollouts)
+        )
+        self._happened.ring()
+        return held, groups
+
+    async def _assemble(self, lease: Lease, weight: float) -> list[FinishedGroup]:
+        groups: list[FinishedGroup] = []
+        size_bytes = 0.0
+        for group_id in lease.group_ids:
+            group = await self._group(group_id)
+            size_bytes += group.size_bytes * weight
+            if groups and size_bytes > MAX_ANSWER_BYTES:
+                break
+            groups.append(group)
+        return groups
+
+    async def _group(self, group_id: str) -> FinishedGroup:
+        group, rollouts = await self._groups.get(group_id)
+        places = asyncio.Semaphore(_ROLLOUTS_AT_ONCE)
+
+        async def make(rollout: Rollout) -> FinishedRollout:
+            async with places:
+                return await self._maker.make(rollout)
+
+        async with asyncio.TaskGroup() as tasks:
+            made = [tasks.create_task(make(rollout)) for rollout in rollouts]
+        return FinishedGroup(group=group, rollouts=[task.result() for task in made])
+
+    async def _give_back(self, lease_id: str) -> None:
+        """The answer reached nobody. Kept short and shielded: the caller is being cancelled."""
+        try:
+            async with asyncio.timeout(_RELEASE_S):
+                await asyncio.shield(self.nack(lease_id))
+        except (TimeoutError, LeaseLost):
+            log.warning("lease %s is given back when it expires", lease_id)
+
+    # -- leases
+    async def renew(self, lease_id: str, ttl_s: float | None = None) -> Lease:
+        ttl_s = ttl_s or self._settings.lease_ttl_s
+        return await self._store.renew_lease(lease_id, ttl_s=ttl_s, now=self._clock.now())
+
+    async def ack(self, lease_id: str) -> Lease:
+        """Raises ``LeaseLost`` for a lease that never was, has expired, or is fenced."""
+        lease = await self._store.ack_lease(lease_id, now=self._clock.now())
+        self._happened.ring()
+        return lease
+
+    async def nack(self, lease_id: str) -> None:
+        await self._store.nack_lease(lease_id)
+        self._finished.ring_all()
+        self._happened.ring()
+
+    async def expire(self) -> int:
+        """Give back expired leases."""
+        expired = await self._store.expire_leases(self._clock.now())
+        if expired:
+            self._tally.add("leases_expired", expired)
+            self._finished.ring_all()
+            self._happened.ring()
+        return expired
+
+    # -- checkpoints
+    async def commit(
+        self, run_id: str, trainer: str, epoch: int, *, name: str, cursor: str | None
+    ) -> Checkpoint:
+        await self._specs.get(run_id)
+        checkpoint = await self._store.commit_checkpoint(
+            run_id, trainer, epoch, name=name, cursor=cursor, now=self._clock.now()
+        )
+        self._tally.add("checkpoints")
+        self._happened.ring()
+        return checkpoint
+
+    async def rewind(self, run_id: str, trainer: str, name: str | None) -> tuple[int, int, Checkpoint | None]:
+        """The trainer's new epoch, the version its policy is back at, and the checkpoint."""
+        spec, _ = await self._specs.get(run_id)
+        epoch, checkpoint = await self._store.rewind(run_id, trainer, name, now=self._clock.now())
+        policy = await self._policies.tell(spec.policy)
+        self._tally.add("rewinds")
+        self._finished.ring(run_id)
+        return epoch, policy.version, checkpoint
+
+    async def checkpoints(self, run_id: str, trainer: str) -> list[Checkpoint]:
+        await self._specs.get(run_id)
+        return await self._store.list_checkpoints(run_id, trainer)

@@ -1,0 +1,121 @@
+"""What becomes of an attempt: gathered while it runs, and written down as one record at its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollserve.agent.base import Agent, AgentResult
+from rollserve.errors import AttemptCancelled, EpisodeFailure, GraderFailure
+from rollserve.executor.base import StartAttempt
+from rollserve.gateway.base import Session
+from rollserve.grader.base import Grade, Grader
+from rollserve.records.rollout import Attempt, Failure, RolloutState
+from rollserve.rollouts.failures import failure_of, plain_json
+from rollserve.sandbox.base import Sandbox
+from rollserve.store.base import SealedPayload
+
+_ANSWER_CHARS = 4000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast:
+    """Who plays: made in init, used by the stages after it."""
+
+    agent: Agent
+    grader: Grader
+    sandbox: Sandbox
+    session: Session
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """``grade`` and ``failure`` exclude each other once the attempt has ended; ``troubles`` are
+    releases that failed."""
+
+    start: StartAttempt
+    worker_id: str
+    started_at: float
+    result: AgentResult = field(default_factory=AgentResult)
+    grade: Grade | None = None
+    failure: EpisodeFailure | None = None
+    session: Session | None = None
+    payload: SealedPayload | None = None
+    kept_sandbox: str | None = None
+    timings: dict[str, float] = field(default_factory=dict)
+    code: dict[str, str] = field(default_factory=dict)
+    troubles: list[str] = field(default_factory=list)
+
+
+def check_grade(grade: Grade, call_ids: Sequence[str]) -> None:
+    """Raises ``GraderFailure`` for what is no grade: a reward must be a number that training can
+    use."""
+    if not isinstance(grade, Grade):
+        raise GraderFailure(f"returned {type(grade).__name__}, not Grade", operation="grade")
+    rewards = [grade.reward, *grade.call_rewards.values()]
+    if not all(isinstance(reward, (int, float)) and math.isfinite(reward) for reward in rewards):
+        raise GraderFailure(f"a reward is not a finite number: {rewards[:5]}", operation="grade")
+    unknown = sorted(set(grade.call_rewards).difference(call_ids))
+    if unknown:
+        raise GraderFailure(f"rewards for unknown calls: {', '.join(unknown[:5])}", operation="grade")
+
+
+def finished(outcome: Outcome, now: float, detail_bytes: int) -> Attempt:
+    """The record of an attempt that has ended."""
+    start, failure, payload = outcome.start, outcome.failure, outcome.payload
+    graded = outcome.grade if failure is None else None
+    return Attempt(
+        id=start.attempt_id,
+        rollout_id=start.rollout_id,
+        epoch=start.epoch,
+        worker_id=outcome.worker_id,
+        started_at=outcome.started_at,
+        finished_at=now,
+        outcome=_state(failure),
+        failure=None if failure is None else failure_of(failure),
+        reward=None if graded is None else float(graded.reward),
+        truncated_by=outcome.result.truncated_by,
+        timings=outcome.timings,
+        counts=dict(outcome.session.counts) if outcome.session else {},
+        code=outcome.code,
+        detail=_detail(outcome, detail_bytes),
+        payload=None if payload is None else payload.ref,
+        payload_bytes=0 if payload is None else payload.size_bytes,
+    )
+
+
+def never_started(start: StartAttempt, worker_id: str, now: float, failure: Failure) -> Attempt:
+    """The record of an attempt that could not even be begun."""
+    return Attempt(
+        id=start.attempt_id,
+        rollout_id=start.rollout_id,
+        epoch=start.epoch,
+        worker_id=worker_id,
+        started_at=now,
+        finished_at=now,
+        outcome=RolloutState.FAILED,
+        failure=failure,
+    )
+
+
+def _state(failure: EpisodeFailure | None) -> RolloutState:
+    if failure is None:
+        return RolloutState.COMPLETED
+    return RolloutState.CANCELLED if isinstance(failure, AttemptCancelled) else RolloutState.FAILED
+
+
+def _detail(outcome: Outcome, limit_bytes: int) -> dict[str, Any]:
+    detail: dict[str, Any] = {}
+    if outcome.result.answer is not None:
+        detail["answer"] = outcome.result.answer[:_ANSWER_CHARS]
+    if outcome.result.detail:
+        detail["agent"] = plain_json(outcome.result.detail, limit_bytes)
+    if outcome.grade is not None and outcome.grade.detail:
+        detail["grader"] = plain_json(outcome.grade.detail, limit_bytes)
+    if outcome.kept_sandbox is not None:
+        detail["kept_sandbox"] = outcome.kept_sandbox
+    if outcome.troubles:
+        detail["release_errors"] = outcome.troubles
+    return detail

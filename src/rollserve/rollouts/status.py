@@ -1,0 +1,116 @@
+"""The state of the whole, at a glance: what the live view and the metrics show."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from rollserve.records.run import RunState
+from rollserve.rollouts.board import Board
+from rollserve.rollouts.delivery import Deliveries
+from rollserve.rollouts.events import EventFeed
+from rollserve.rollouts.fleet import Fleet
+from rollserve.rollouts.ports import Ports
+from rollserve.rollouts.tally import LoopLag, Tally
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Counters only grow; ``stages`` and ``slots`` are summed over all workers."""
+
+    uptime_s: float
+    workers: list[dict[str, Any]]
+    stages: dict[str, int]
+    slots: dict[str, int]
+    counters: dict[str, float]
+    queued: int
+    running: int
+    waiting_leases: int
+    event_readers: int
+    loop_lag_ms_p99: float
+    backends: list[dict[str, Any]]
+
+
+class Status:
+    _FRESH_S = 0.5
+    """Counts from the store are shared by all who ask within this time."""
+
+    def __init__(
+        self,
+        ports: Ports,
+        board: Board,
+        fleet: Fleet,
+        deliveries: Deliveries,
+        feed: EventFeed,
+        tally: Tally,
+        lag: LoopLag,
+    ) -> None:
+        self._store = ports.store
+        self._clock = ports.clock
+        self._board = board
+        self._fleet = fleet
+        self._deliveries = deliveries
+        self._feed = feed
+        self._tally = tally
+        self._lag = lag
+        self._born = ports.clock.monotonic()
+        self._asking = asyncio.Lock()
+        self._asked_at = float("-inf")
+        self._queued = 0
+        self._backends: list[dict[str, Any]] = []
+
+    async def snapshot(self) -> Snapshot:
+        await self._refresh()
+        live = self._fleet.backends()
+        return Snapshot(
+            uptime_s=self._clock.monotonic() - self._born,
+            workers=self._fleet.describe(),
+            stages=self._fleet.stages(),
+            slots=self._fleet.slots(),
+            counters=_sum(self._tally.counts(), self._fleet.counters()),
+            queued=self._queued,
+            running=len(self._board),
+            waiting_leases=self._deliveries.waiting,
+            event_readers=self._feed.readers,
+            loop_lag_ms_p99=max(self._lag.p99_ms, self._fleet.loop_lag_ms_p99),
+            backends=[backend | live.get(backend["id"], {}) for backend in self._backends],
+        )
+
+    async def _refresh(self) -> None:
+        async with self._asking:
+            if self._clock.monotonic() - self._asked_at < self._FRESH_S:
+                return
+            self._queued = await self._count_queued()
+            self._backends = [
+                {
+                    "id": backend.id,
+                    "policy": backend.policy,
+                    "url": backend.spec.url,
+                    "kind": backend.spec.kind.value,
+                    "state": backend.state.value,
+                    "error": backend.error,
+                }
+                for backend in await self._store.list_backends()
+            ]
+            self._asked_at = self._clock.monotonic()
+
+    async def _count_queued(self) -> int:
+        queued = 0
+        cursor: str | None = None
+        while True:
+            page = await self._store.list_runs(cursor=cursor, limit=1000)
+            for run in page.items:
+                if run.state is not RunState.CLOSED:
+                    queued += (await self._store.run_counts(run.id)).get("queued", 0)
+            if page.next is None:
+                return queued
+            cursor = page.next
+
+
+def _sum(*counts: dict[str, float]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for some in counts:
+        for name, count in some.items():
+            total[name] = total.get(name, 0.0) + count
+    return total

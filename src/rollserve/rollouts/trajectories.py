@@ -1,0 +1,70 @@
+"""What a rollout did, for people: its calls, conversation, log and artifacts, while it runs and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollserve.errors import NotFound
+from rollserve.records.call import Call, Message
+from rollserve.records.rollout import Attempt
+from rollserve.rollouts.delivery import FinishedRollout, SampleMaker
+from rollserve.rollouts.ports import Ports
+from rollserve.store.base import AttemptPayload
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recorded:
+    """``live``: the attempt still runs, and this is what it has recorded so far. ``attempt`` None: it
+    has not been tried yet."""
+
+    attempt: Attempt | None
+    live: bool
+    payload: AttemptPayload
+
+
+class Trajectories:
+    def __init__(self, ports: Ports, maker: SampleMaker) -> None:
+        self._store = ports.store
+        self._payloads = ports.payloads
+        self._maker = maker
+
+    async def of_rollout(self, rollout_id: str, attempt_id: str | None = None) -> Recorded:
+        """Of its newest attempt, or the one named."""
+        rollout = await self._store.get_rollout(rollout_id)
+        attempts = await self._store.list_attempts(rollout_id)
+        if attempt_id is not None:
+            attempts = [attempt for attempt in attempts if attempt.id == attempt_id]
+            if not attempts:
+                raise NotFound(f"rollout {rollout_id!r} has no attempt {attempt_id!r}", field="attempt_id")
+        if not attempts:
+            return Recorded(attempt=None, live=False, payload=AttemptPayload())
+        return await self._recorded(rollout.run_id, attempts[-1])
+
+    async def of_attempt(self, attempt_id: str) -> Recorded:
+        attempt = await self._store.get_attempt(attempt_id)
+        rollout = await self._store.get_rollout(attempt.rollout_id)
+        return await self._recorded(rollout.run_id, attempt)
+
+    async def _recorded(self, run_id: str, attempt: Attempt) -> Recorded:
+        if attempt.finished_at is None:
+            payload = await self._payloads.read_live(run_id, attempt.id)
+            return Recorded(attempt=attempt, live=True, payload=payload)
+        if attempt.payload is None:
+            return Recorded(attempt=attempt, live=False, payload=AttemptPayload())
+        return Recorded(attempt=attempt, live=False, payload=await self._payloads.read(attempt.payload))
+
+    async def samples(self, rollout_id: str) -> FinishedRollout:
+        """As a delivery would hand them over."""
+        return await self._maker.make(await self._store.get_rollout(rollout_id))
+
+
+def conversation(calls: Sequence[Call]) -> list[Message]:
+    """Root to the newest call, the model's own turns included."""
+    by_id = {call.id: call for call in calls}
+    path: list[Call] = []
+    call = calls[-1] if calls else None
+    while call is not None:
+        path.append(call)
+        call = by_id.get(call.parent) if call.parent is not None else None
+    return [message for step in reversed(path) for message in (*step.messages, step.reply)]

@@ -1,0 +1,116 @@
+"""Pipes on the event loop without threads: a feeder that never blocks, and how much lies in a pipe."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import struct
+import termios
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class PipeFeeder:
+    """Writes buffers into the write end of a pipe as fast as the reader takes them.
+
+    A reader that has gone away is not an error here: its death is noticed, and reported, by whoever
+    waits for its answer.
+    """
+
+    def __init__(self, fd: int, loop: asyncio.AbstractEventLoop) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._loop = loop
+        self._queue: deque[memoryview] = deque()
+        self._waiting = False
+        self._closed = False
+
+    def send(self, *buffers: bytes) -> None:
+        if self._closed:
+            return
+        self._queue.extend(memoryview(buffer) for buffer in buffers if buffer)
+        if not self._waiting:
+            self._flush()
+
+    def clear(self) -> None:
+        """Forget what was not written yet."""
+        self._queue.clear()
+        self._stop_waiting()
+
+    def close(self) -> None:
+        if not self._closed:
+            self.clear()
+            self._closed = True
+            os.close(self._fd)
+
+    def _flush(self) -> None:
+        while self._queue:
+            view = self._queue[0]
+            try:
+                written = os.write(self._fd, view)
+            except BlockingIOError:
+                if not self._waiting:
+                    self._waiting = True
+                    self._loop.add_writer(self._fd, self._flush)
+                return
+            except OSError:
+                self._queue.clear()
+                break
+            if written == len(view):
+                self._queue.popleft()
+            else:
+                self._queue[0] = view[written:]
+        self._stop_waiting()
+
+    def _stop_waiting(self) -> None:
+        if self._waiting:
+            self._waiting = False
+            self._loop.remove_writer(self._fd)
+
+
+def renumber(fd: int, *, lowest: int, avoid: frozenset[int]) -> int:
+    """Move a descriptor to a number of at least ``lowest`` that is not in ``avoid``."""
+    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest)
+    os.close(fd)
+    if moved in avoid:
+        return renumber(moved, lowest=max(avoid) + 1, avoid=avoid)
+    return moved
+
+
+def pending_bytes(fd: int) -> int:
+    """How many bytes can be read from the pipe right now."""
+    raw = fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0")
+    return int(struct.unpack("i", raw)[0])
+
+
+def discard_pending(fd: int) -> None:
+    """Read away what lies in a pipe that nobody else reads at the moment."""
+    os.set_blocking(fd, False)
+    try:
+        while pending_bytes(fd) > 0:
+            os.read(fd, 65536)
+    finally:
+        os.set_blocking(fd, True)
+
+
+async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` to its end even when the awaiting task is cancelled, then pass the cancel on.
+
+    For releases: ``work`` must have its own deadline.
+    """
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # retrieved: the cancel is the news
+        raise cancelled
+    return task.result()

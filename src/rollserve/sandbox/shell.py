@@ -1,0 +1,338 @@
+"""One persistent shell in a sandbox, over pipes: about 0.1 ms a command, no thread, no polling.
+
+A supervisor (``script.supervisor``) keeps the shell; the shell answers each command on a control pipe
+with its exit code, working directory and exported environment. When a command must be stopped
+(time-out, cancel), the shell and what the command started are killed as a whole, so that nothing that
+followed in the same command line runs; the next shell gets the directory, exported environment and
+functions that the last finished command left. Background jobs of earlier commands live on. A command
+that ends the shell (``exit 3``) is handled the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rollserve.errors import SandboxError
+from rollserve.sandbox import processes, script
+from rollserve.sandbox.answers import Answer, ControlBuffer
+from rollserve.sandbox.capture import Capture
+from rollserve.sandbox.pipes import PipeFeeder, discard_pending, pending_bytes, renumber, uninterrupted
+
+READ_BYTES = 65536
+STATE_LIMIT_BYTES = 1 << 20
+IDLE_OUTPUT_BYTES = 16384
+UNTHROTTLED_BYTES = 4 << 20
+THROTTLE_PAUSE_S = 0.001
+IDLE_PAUSE_S = 0.01
+RESTART_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start the supervisor. ``find_supervisor`` maps the started pid to the supervisor's;
+    ``identity`` is the user to become before ``argv``, ``user`` the one the shell ends up as."""
+
+    argv: Sequence[str]
+    env: dict[str, str]
+    workdir: str
+    cwd: str | None = None
+    identity: int | None = None
+    user: int | None = None
+    find_supervisor: Callable[[int], int | None] = field(default=lambda pid: pid)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one line: its answer (``None`` when it was killed at its time-out)."""
+
+    answer: Answer | None
+    output: Capture
+
+
+class Shell:
+    """``run`` one line at a time; the caller serialises."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._loop = asyncio.get_running_loop()
+        self._key = secrets.token_hex(8).encode()
+        self._buffer = ControlBuffer()
+        self._waiter: asyncio.Future[Answer] | None = None
+        self._alive = False
+        self._gone: str | None = None
+        self._released = False
+        self._cwd = launch.workdir.encode()
+        self._state = b""
+        self._last_code = 0
+        self._shell_pid = 0
+        self._started_ticks = 0
+        self._paused: asyncio.TimerHandle | None = None
+        self._taken_bytes = 0
+        self._idle = Capture(IDLE_OUTPUT_BYTES)
+        self._capture = self._idle
+        self._spawn()
+
+    # -- life ---------------------------------------------------------------------------------
+
+    def _spawn(self) -> None:
+        """Start the supervisor from this thread: a sandbox dies with the thread that started it."""
+        pipes = [os.pipe() for _ in range(4)]
+        (command_r, command_w), (data_r, data_w), (self._control_r, control_w), output = pipes
+        self._data_r = renumber(data_r, lowest=script.LOWEST_DATA_FD, avoid=script.SHELL_FDS)
+        self._output_r, output_w = output
+        launch = self._launch
+        if launch.user is not None:  # a POSIX shell opens the data pipe by its path
+            os.fchown(self._data_r, launch.user, launch.user)
+        try:
+            self.process = subprocess.Popen(
+                launch.argv,
+                stdin=command_r,
+                stdout=control_w,
+                stderr=output_w,
+                pass_fds=(self._data_r,),
+                env=launch.env,
+                cwd=launch.cwd,
+                start_new_session=True,
+                user=launch.identity,
+                group=launch.identity,
+                extra_groups=None if launch.identity is None else (),
+            )
+        except OSError as error:
+            for fd in (self._data_r, data_w, self._control_r, self._output_r, command_w):
+                os.close(fd)
+            raise SandboxError(
+                f"cannot start {launch.argv[0]}: {error}", operation="sandbox.start"
+            ) from error
+        finally:
+            for fd in (command_r, control_w, output_w):
+                os.close(fd)
+        self._commands = PipeFeeder(command_w, self._loop)
+        self._data = PipeFeeder(data_w, self._loop)
+        for fd in (self._control_r, self._output_r):
+            os.set_blocking(fd, False)
+        self._loop.add_reader(self._control_r, self._on_control)
+        self._loop.add_reader(self._output_r, self._on_output)
+        self._commands.send(self._key + b"\n")
+
+    async def start(self, *, timeout_s: float) -> None:
+        """Start (or restart) the shell under the supervisor; returns when it takes commands."""
+        if self._gone:
+            raise SandboxError(self._gone, operation="sandbox.exec")
+        discard_pending(self._data_r)
+        nonce = secrets.token_hex(8).encode()
+        line = script.init(nonce=nonce, data_fd=self._data_r, cwd=self._cwd, restore=self._state)
+        waiter = self._expect(nonce)
+        self._commands.send(b"\n" + self._key + b"\n" + line)
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await waiter
+        except TimeoutError:
+            self._gone = f"no shell within {timeout_s:g} s{self._said()}"
+            raise SandboxError(self._gone, operation="sandbox.start") from None
+        except SandboxError as error:
+            self._gone = f"{error.message}{self._said()}"
+            raise SandboxError(self._gone, operation="sandbox.start") from None
+        finally:
+            self._waiter = None
+        if answer.shell_exited:
+            self._gone = f"the shell ended at once with code {answer.code}{self._said()}"
+            raise SandboxError(self._gone, operation="sandbox.start")
+        self._shell_pid = answer.pid
+        self.dialect = script.Dialect(bash=answer.code == script.BASH_READY, data_fd=self._data_r)
+        self._alive = True
+
+    def _said(self) -> str:
+        self._drain_output()
+        text = self._idle.text().strip()
+        return f": {text[-500:]}" if text else ""
+
+    def shut(self, reason: str) -> None:
+        """Fail what waits and let go of the pipes; stopping the processes is the owner's part."""
+        if self._released:
+            return
+        self._released = True
+        self._alive = False
+        self._gone = self._gone or reason
+        self._fail(self._gone)
+        self._commands.close()
+        self._data.close()
+        if self._paused is not None:
+            self._paused.cancel()
+        for fd in (self._control_r, self._output_r):
+            self._loop.remove_reader(fd)
+            os.close(fd)
+        os.close(self._data_r)
+
+    # -- one line -----------------------------------------------------------------------------
+
+    async def run(
+        self,
+        line: Callable[[script.Dialect, bytes, int], bytes],
+        *,
+        timeout_s: float,
+        output_limit_bytes: int,
+        payload_limit_bytes: int = STATE_LIMIT_BYTES,
+        data: Sequence[bytes] = (),
+    ) -> Outcome:
+        """Send the line made by ``line(dialect, nonce, last_code)`` and await its answer."""
+        if not self._alive:
+            await uninterrupted(self.start(timeout_s=RESTART_TIMEOUT_S))
+        nonce = secrets.token_hex(8).encode()
+        capture = self._begin_capture(output_limit_bytes)
+        waiter = self._expect(nonce, payload_limit_bytes)
+        self._started_ticks = processes.now_ticks()
+        timer = self._loop.call_later(timeout_s, _time_out, waiter)
+        self._commands.send(line(self.dialect, nonce, self._last_code))
+        self._data.send(*data)
+        try:
+            answer = await waiter
+        except TimeoutError:
+            await uninterrupted(self._stop_command())
+            return Outcome(None, capture)
+        except asyncio.CancelledError:
+            await uninterrupted(self._stop_command())
+            raise
+        finally:
+            timer.cancel()
+            self._waiter = None
+            self._drop_data()
+            self._drain_output()
+            self._capture = self._idle
+        self._last_code = answer.code
+        return Outcome(answer, capture)
+
+    def keep_state(self, payload: bytes) -> None:
+        """Remember what a command's answer says about directory, environment and functions."""
+        cwd, separator, state = payload.partition(b"\0")
+        if separator:
+            self._cwd, self._state = cwd or self._cwd, state
+
+    def _drop_data(self) -> None:
+        """What a failed write left in the data pipe: nobody else reads it by now."""
+        self._data.clear()
+        if not self._released:
+            discard_pending(self._data_r)
+
+    def _begin_capture(self, limit_bytes: int) -> Capture:
+        """What background jobs wrote since the last command comes first, as on a terminal."""
+        capture = Capture(limit_bytes)
+        self._drain_output()
+        left_over = self._idle.raw()
+        if left_over:
+            capture.feed(left_over)
+            self._idle = Capture(IDLE_OUTPUT_BYTES)
+        self._capture = capture
+        self._taken_bytes = 0
+        self._resume_output()
+        return capture
+
+    async def _stop_command(self) -> None:
+        """Kill the running command with its shell and wait until the supervisor has noticed."""
+        self._commands.clear()
+        self._data.clear()
+        if not self._alive or self._gone:
+            return
+        if not processes.supported():
+            self._gone = "a command had to be stopped, which takes the sandbox with it on this system"
+            return
+        waiter = self._expect(self._key)
+        pid = self._find_shell()
+        if pid is not None:
+            processes.kill_tree(pid, since_ticks=self._started_ticks)
+        try:
+            async with asyncio.timeout(RESTART_TIMEOUT_S):
+                await waiter
+        except TimeoutError:
+            self._gone = "the shell could not be killed"
+            raise SandboxError(self._gone, operation="sandbox.exec") from None
+        self._alive = False
+        self._last_code = 0
+
+    def _find_shell(self) -> int | None:
+        supervisor = self._launch.find_supervisor(self.process.pid)
+        if supervisor is None:
+            return None
+        found = (pid for pid in processes.children(supervisor) if self._is_shell(pid))
+        return next(found, None)
+
+    def _is_shell(self, pid: int) -> bool:
+        return processes.innermost_pid(pid) == self._shell_pid
+
+    # -- pipes --------------------------------------------------------------------------------
+
+    def _expect(self, nonce: bytes, payload_limit_bytes: int = STATE_LIMIT_BYTES) -> asyncio.Future[Answer]:
+        self._buffer.expect(nonce, key=self._key, payload_limit_bytes=payload_limit_bytes)
+        self._waiter = self._loop.create_future()
+        if self._gone:
+            self._fail(self._gone)
+        return self._waiter
+
+    def _fail(self, reason: str) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(SandboxError(reason, operation="sandbox.exec"))
+
+    def _on_control(self) -> None:
+        try:
+            chunk = os.read(self._control_r, READ_BYTES)
+        except BlockingIOError:
+            return
+        if not chunk:
+            self._loop.remove_reader(self._control_r)
+            self._alive = False
+            self._gone = self._gone or "the sandbox is gone"
+            self._fail(self._gone)
+            return
+        for answer in self._buffer.feed(chunk):
+            if answer.shell_exited:
+                self._alive = False
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(answer)
+
+    def _on_output(self) -> None:
+        """One bounded read per turn of the loop; floods are slowed down rather than chased."""
+        if not self._take_output(READ_BYTES):
+            return
+        idle = self._capture is self._idle
+        if idle or self._taken_bytes > UNTHROTTLED_BYTES:
+            self._loop.remove_reader(self._output_r)
+            pause_s = IDLE_PAUSE_S if idle else THROTTLE_PAUSE_S
+            self._paused = self._loop.call_later(pause_s, self._resume_output)
+
+    def _resume_output(self) -> None:
+        if self._paused is not None:
+            self._paused.cancel()
+            self._paused = None
+            self._loop.add_reader(self._output_r, self._on_output)
+
+    def _take_output(self, size_bytes: int) -> int:
+        try:
+            chunk = os.read(self._output_r, size_bytes)
+        except BlockingIOError:
+            return 0
+        if not chunk:
+            self._loop.remove_reader(self._output_r)
+            return 0
+        self._taken_bytes += len(chunk)
+        self._capture.feed(chunk)
+        return len(chunk)
+
+    def _drain_output(self) -> None:
+        """All a finished command wrote is in the pipe by now; take that much and no more."""
+        if self._released:
+            return
+        left = pending_bytes(self._output_r)
+        while left > 0:
+            taken = self._take_output(min(left, READ_BYTES))
+            if not taken:
+                return
+            left -= taken
+
+
+def _time_out(waiter: asyncio.Future[Answer]) -> None:
+    if not waiter.done():
+        waiter.set_exception(TimeoutError())

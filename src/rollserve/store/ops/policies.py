@@ -1,0 +1,163 @@
+"""Policies, their versions, and their backends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+from pydantic import SecretStr
+
+from rollserve.errors import Conflict, NotFound, VersionRegression
+from rollserve.records.policy import Backend, BackendInfo, BackendSpec, BackendState, Policy, PolicySpec
+from rollserve.store.ops.tx import Tx, to_json
+from rollserve.store.schema import backends, policies
+
+KEEP_LABELS = 1024
+"""Labels of a policy's newest versions that are kept: tokens in flight are never older."""
+
+
+def _policy(row: Any) -> Policy:
+    return Policy(
+        spec=PolicySpec.model_validate_json(row.spec),
+        version=row.version,
+        paused=row.paused,
+        labels=msgspec.json.decode(row.labels),
+    )
+
+
+def get_policy(conn: sa.Connection, name: str) -> Policy:
+    row = conn.execute(sa.select(policies).where(policies.c.name == name)).one_or_none()
+    if row is None:
+        raise NotFound(f"no policy {name!r}", field="policy")
+    return _policy(row)
+
+
+def list_policies(conn: sa.Connection) -> list[Policy]:
+    return [_policy(row) for row in conn.execute(sa.select(policies).order_by(policies.c.name))]
+
+
+def create_policy(tx: Tx, policy: Policy) -> None:
+    name = policy.spec.name
+    known = tx.conn.execute(sa.select(policies.c.spec).where(policies.c.name == name)).one_or_none()
+    if known is not None:
+        if PolicySpec.model_validate_json(known.spec) != policy.spec:
+            raise Conflict(f"policy {name!r} exists with another specification", field="name")
+        return
+    tx.conn.execute(
+        sa.insert(policies).values(
+            name=name,
+            spec=policy.spec.model_dump_json(),
+            version=policy.version,
+            paused=policy.paused,
+            labels=to_json(policy.labels),
+            created_at=tx.now,
+        )
+    )
+    tx.emit("policy.created", policy=name, data={"version": policy.version})
+
+
+def set_policy_version(tx: Tx, name: str, version: int, label: str) -> Policy:
+    policy = get_policy(tx.conn, name)
+    if version < policy.version:
+        raise VersionRegression(
+            f"policy {name!r} is at version {policy.version}",
+            field="version",
+            hint="rewind the run to a checkpoint to go back",
+        )
+    known = policy.labels.get(label)
+    if known is not None and known != version:
+        raise Conflict(f"label {label!r} already means version {known}", field="label")
+    if known == version == policy.version:
+        return policy
+    return _write_version(tx, policy, version, {**policy.labels, label: version}, {"label": label})
+
+
+def rewind_policy(tx: Tx, name: str, version: int) -> None:
+    """Back to ``version``; the labels of versions after it mean nothing any more."""
+    policy = get_policy(tx.conn, name)
+    labels = {label: known for label, known in policy.labels.items() if known <= version}
+    _write_version(tx, policy, version, labels, {"rewound_from": policy.version})
+
+
+def _write_version(
+    tx: Tx, policy: Policy, version: int, labels: dict[str, int], data: dict[str, Any]
+) -> Policy:
+    name = policy.spec.name
+    if len(labels) > KEEP_LABELS:
+        labels = dict(sorted(labels.items(), key=lambda item: item[1])[-KEEP_LABELS:])
+    tx.conn.execute(
+        sa.update(policies).where(policies.c.name == name).values(version=version, labels=to_json(labels))
+    )
+    tx.emit("policy.version", policy=name, data={"version": version, **data})
+    return policy.model_copy(update={"version": version, "labels": labels})
+
+
+def set_policy_paused(tx: Tx, name: str, paused: bool) -> Policy:
+    policy = get_policy(tx.conn, name)
+    if policy.paused == paused:
+        return policy
+    tx.conn.execute(sa.update(policies).where(policies.c.name == name).values(paused=paused))
+    tx.emit("policy.paused" if paused else "policy.resumed", policy=name)
+    return policy.model_copy(update={"paused": paused})
+
+
+def _backend(row: Any) -> Backend:
+    spec = BackendSpec.model_validate_json(row.spec)
+    if row.api_key is not None:
+        spec = spec.model_copy(update={"api_key": SecretStr(row.api_key)})
+    return Backend(
+        id=row.id,
+        policy=row.policy,
+        spec=spec,
+        info=BackendInfo.model_validate_json(row.info),
+        state=row.state,
+        error=row.error,
+    )
+
+
+def put_backend(tx: Tx, backend: Backend) -> None:
+    """Insert or replace. Raises ``NotFound`` without its policy."""
+    get_policy(tx.conn, backend.policy)
+    secret = backend.spec.api_key
+    values = {
+        "policy": backend.policy,
+        "spec": backend.spec.model_dump_json(exclude={"api_key"}),
+        "api_key": None if secret is None else secret.get_secret_value(),
+        "info": backend.info.model_dump_json(),
+        "state": backend.state.value,
+        "error": backend.error,
+    }
+    old = tx.conn.execute(sa.select(backends.c.state).where(backends.c.id == backend.id)).one_or_none()
+    if old is None:
+        tx.conn.execute(sa.insert(backends).values(id=backend.id, **values))
+        _backend_event(tx, "backend.registered", backend)
+        return
+    tx.conn.execute(sa.update(backends).where(backends.c.id == backend.id).values(**values))
+    if BackendState(old.state) is not backend.state:
+        _backend_event(tx, f"backend.{backend.state.value}", backend)
+
+
+def _backend_event(tx: Tx, event_type: str, backend: Backend) -> None:
+    data = {"backend_id": backend.id, "state": backend.state.value, "error": backend.error}
+    tx.emit(event_type, policy=backend.policy, data=data)
+
+
+def get_backend(conn: sa.Connection, backend_id: str) -> Backend:
+    row = conn.execute(sa.select(backends).where(backends.c.id == backend_id)).one_or_none()
+    if row is None:
+        raise NotFound(f"no backend {backend_id!r}", field="backend_id")
+    return _backend(row)
+
+
+def list_backends(conn: sa.Connection, policy: str | None) -> list[Backend]:
+    query = sa.select(backends).order_by(backends.c.seq)
+    if policy is not None:
+        query = query.where(backends.c.policy == policy)
+    return [_backend(row) for row in conn.execute(query)]
+
+
+def delete_backend(tx: Tx, backend_id: str) -> None:
+    backend = get_backend(tx.conn, backend_id)
+    tx.conn.execute(sa.delete(backends).where(backends.c.id == backend_id))
+    _backend_event(tx, "backend.removed", backend)

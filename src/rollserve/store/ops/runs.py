@@ -1,0 +1,136 @@
+"""Runs: their states, their counters, and their pruning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from rollserve.errors import Conflict, NotFound
+from rollserve.records.run import Run, RunSpec, RunState
+from rollserve.store.base import Page
+from rollserve.store.ops.pages import page
+from rollserve.store.ops.tx import Tx
+from rollserve.store.schema import (
+    COUNTERS,
+    attempts,
+    checkpoints,
+    deliveries,
+    events,
+    groups,
+    leases,
+    policies,
+    rollouts,
+    run_counts,
+    runs,
+    trainers,
+)
+
+PRUNE_STEP = 2000
+"""Rows forgotten in one transaction, so that other writes get their turn in between."""
+
+
+def _run(row: Any) -> Run:
+    return Run(
+        id=row.id,
+        spec=RunSpec.model_validate_json(row.spec),
+        state=row.state,
+        created_at=row.created_at,
+    )
+
+
+def get_run(conn: sa.Connection, run_id: str) -> Run:
+    row = conn.execute(sa.select(runs).where(runs.c.id == run_id)).one_or_none()
+    if row is None:
+        raise NotFound(f"no run {run_id!r}", field="run_id")
+    return _run(row)
+
+
+def list_runs(conn: sa.Connection, cursor: str | None, limit: int) -> Page[Run]:
+    return page(conn, sa.select(runs), runs.c.seq, _run, cursor=cursor, limit=limit)
+
+
+def create_run(tx: Tx, run: Run) -> None:
+    """Raises ``NotFound`` without its policy, ``Conflict`` when the id is taken."""
+    policy = run.spec.policy
+    if tx.conn.execute(sa.select(policies.c.name).where(policies.c.name == policy)).first() is None:
+        raise NotFound(f"no policy {policy!r}", field="policy")
+    if tx.conn.execute(sa.select(runs.c.id).where(runs.c.id == run.id)).first() is not None:
+        raise Conflict(f"run {run.id!r} exists", field="id")
+    tx.conn.execute(
+        sa.insert(runs).values(
+            id=run.id,
+            policy=policy,
+            state=run.state.value,
+            spec=run.spec.model_dump_json(),
+            max_running=run.spec.quota.max_running_rollouts,
+            created_at=run.created_at,
+        )
+    )
+    tx.conn.execute(sa.insert(run_counts).values(run_id=run.id, **dict.fromkeys(COUNTERS, 0)))
+    tx.emit("run.opened", policy=policy, run_id=run.id, data={"name": run.spec.name})
+
+
+def set_run_state(tx: Tx, run_id: str, state: RunState) -> Run:
+    """What is queued in a run that is closed must be ended next (``cancel.end_run_step``): it would
+    never be started."""
+    run = get_run(tx.conn, run_id)
+    if run.state is state:
+        return run
+    if run.state is RunState.CLOSED:
+        raise Conflict(f"run {run_id!r} is closed", field="state")
+    tx.conn.execute(sa.update(runs).where(runs.c.id == run_id).values(state=state.value))
+    verb = {RunState.OPEN: "resumed", RunState.PAUSED: "paused", RunState.CLOSED: "closed"}[state]
+    tx.emit(f"run.{verb}", policy=run.spec.policy, run_id=run_id)
+    return run.model_copy(update={"state": state})
+
+
+def run_counts_of(conn: sa.Connection, run_id: str) -> dict[str, int]:
+    row = conn.execute(sa.select(run_counts).where(run_counts.c.run_id == run_id)).one_or_none()
+    if row is None:
+        raise NotFound(f"no run {run_id!r}", field="run_id")
+    return {name: getattr(row, name) for name in COUNTERS}
+
+
+def prunable(conn: sa.Connection, run_id: str) -> None:
+    """Raises ``Conflict`` when the run is not closed or has rollouts that have not ended."""
+    if get_run(conn, run_id).state is not RunState.CLOSED:
+        raise Conflict(f"run {run_id!r} is not closed", field="run_id", hint="close it first")
+    counts = run_counts_of(conn, run_id)
+    if alive := counts["running"] + counts["queued"]:
+        raise Conflict(f"{alive} rollouts of run {run_id!r} have not ended", field="run_id")
+
+
+def prune_step(tx: Tx, run_id: str) -> tuple[list[str], bool]:
+    """Forget some of a closed run's rows: the payloads that went with them, and whether all is gone.
+
+    A run that is half forgotten after a crash is still there, and pruning it again ends the work; the
+    payloads of rows forgotten before the crash go with the next ``PayloadStore.sweep``.
+    """
+    prunable(tx.conn, run_id)
+    payloads = _forget(tx, attempts, run_id, attempts.c.payload)
+    if payloads is not None:
+        return [item for item in payloads if item], False
+    for table in (rollouts, groups, events):
+        if _forget(tx, table, run_id) is not None:
+            return [], False
+    for small in (deliveries, leases, checkpoints, trainers, run_counts):
+        tx.conn.execute(sa.delete(small).where(small.c.run_id == run_id))
+    tx.conn.execute(sa.delete(runs).where(runs.c.id == run_id))
+    tx.emit("run.pruned", data={"run_id": run_id})
+    return [], True
+
+
+def _forget(tx: Tx, table: sa.Table, run_id: str, column: sa.Column[Any] | None = None) -> list[Any] | None:
+    """Delete the first rows of the run; their ``column``, or None when there was no row."""
+    wanted = table.c.seq if column is None else column
+    query = sa.select(table.c.seq, wanted).where(table.c.run_id == run_id).order_by(table.c.seq)
+    rows = tx.conn.execute(query.limit(PRUNE_STEP)).all()
+    if not rows:
+        return None
+    tx.conn.execute(sa.delete(table).where(table.c.run_id == run_id, table.c.seq <= rows[-1][0]))
+    return [row[1] for row in rows]
+
+
+def list_payloads(conn: sa.Connection) -> set[str]:
+    return set(conn.execute(sa.select(attempts.c.payload).where(attempts.c.payload.is_not(None))).scalars())

@@ -1,0 +1,299 @@
+"""The store on a SQL database: SQLite, or PostgreSQL through the same statements.
+
+A thin facade: writes go to the one writer (``writer``), reads to a few threads with snapshots of their
+own; what they do is in ``ops``, by topic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+import sqlalchemy as sa
+
+from rollserve.errors import Unavailable
+from rollserve.records.delivery import Checkpoint, Lease
+from rollserve.records.event import Event
+from rollserve.records.policy import Backend, Policy
+from rollserve.records.rollout import Attempt, Group, Rollout, RolloutState
+from rollserve.records.run import Run, RunState
+from rollserve.store.base import Finish, Finished, NewGroup, Page, Start
+from rollserve.store.engine import Synchronous, make_engine, prepare_file
+from rollserve.store.migrate import migrate
+from rollserve.store.ops import cancel, deliveries, keys, policies, rollouts, runs, start
+from rollserve.store.ops import events as event_ops
+from rollserve.store.ops import finish as finish_ops
+from rollserve.store.ops import groups as group_ops
+from rollserve.store.ops.tx import Tx
+from rollserve.store.writer import Writer
+
+T = TypeVar("T")
+READERS = 4
+
+
+class SqlStore:
+    """``url`` as SQLAlchemy writes it (``sqlite:////absolute/path.db``). ``keep_events`` bounds the
+    event log. ``clock`` gives seconds since the epoch for what carries no time of its own."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        synchronous: Synchronous = "normal",
+        keep_events: int = 200_000,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._url = url
+        self._synchronous: Synchronous = synchronous
+        self._keep_events = keep_events
+        self._clock = clock
+        self._writing: sa.Engine | None = None
+        self._reading: sa.Engine | None = None
+        self._writer: Writer | None = None
+        self._readers: ThreadPoolExecutor | None = None
+
+    # -- life
+
+    async def open(self) -> None:
+        """Raises ``ConfigError`` when the database can't be made, reached or migrated."""
+        url, synchronous = self._url, self._synchronous
+        self._writing = make_engine(url, synchronous=synchronous, writer=True, connections=1)
+        self._reading = make_engine(url, synchronous=synchronous, writer=False, connections=READERS)
+        await asyncio.to_thread(prepare_file, url)
+        await asyncio.to_thread(migrate, self._writing)
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="rollserve-store-reader")
+        self._writer = Writer(self._writing, event_ops.EventLog(self._keep_events), clock=self._clock)
+        self._writer.start()
+
+    async def close(self) -> None:
+        """Commits what was asked for, then lets the database go. Idempotent."""
+        if self._writer is not None:
+            await self._writer.close()
+        if self._readers is not None:
+            await asyncio.to_thread(self._readers.shutdown, wait=True)
+        for engine in (self._reading, self._writing):
+            if engine is not None:
+                await asyncio.to_thread(engine.dispose)
+        self._writer = self._readers = self._writing = self._reading = None
+
+    @property
+    def write_counts(self) -> tuple[int, int]:
+        """Transactions committed, and operations that ran in them."""
+        return (0, 0) if self._writer is None else (self._writer.batches, self._writer.operations)
+
+    async def _write(self, operation: Callable[[Tx], T]) -> T:
+        if self._writer is None:
+            raise Unavailable("the store is closed")
+        return await self._writer.run(operation)
+
+    async def _read(self, operation: Callable[[sa.Connection], T]) -> T:
+        engine, readers = self._reading, self._readers
+        if engine is None or readers is None:
+            raise Unavailable("the store is closed")
+
+        def snapshot() -> T:
+            with engine.connect() as conn:
+                return operation(conn)
+
+        return await asyncio.get_running_loop().run_in_executor(readers, snapshot)
+
+    # -- keys
+
+    async def has_admin_key(self) -> bool:
+        return await self._read(keys.has_admin_key)
+
+    async def put_key(self, *, name: str, digest: str, role: str) -> None:
+        await self._write(lambda tx: keys.put_key(tx, name, digest, role))
+
+    async def find_key(self, digest: str) -> str | None:
+        return await self._read(lambda conn: keys.find_key(conn, digest))
+
+    # -- policies and backends
+
+    async def create_policy(self, policy: Policy) -> None:
+        await self._write(lambda tx: policies.create_policy(tx, policy))
+
+    async def get_policy(self, name: str) -> Policy:
+        return await self._read(lambda conn: policies.get_policy(conn, name))
+
+    async def list_policies(self) -> list[Policy]:
+        return await self._read(policies.list_policies)
+
+    async def set_policy_version(self, name: str, version: int, label: str) -> Policy:
+        return await self._write(lambda tx: policies.set_policy_version(tx, name, version, label))
+
+    async def set_policy_paused(self, name: str, paused: bool) -> Policy:
+        return await self._write(lambda tx: policies.set_policy_paused(tx, name, paused))
+
+    async def put_backend(self, backend: Backend) -> None:
+        await self._write(lambda tx: policies.put_backend(tx, backend))
+
+    async def get_backend(self, backend_id: str) -> Backend:
+        return await self._read(lambda conn: policies.get_backend(conn, backend_id))
+
+    async def list_backends(self, policy: str | None = None) -> list[Backend]:
+        return await self._read(lambda conn: policies.list_backends(conn, policy))
+
+    async def delete_backend(self, backend_id: str) -> None:
+        await self._write(lambda tx: policies.delete_backend(tx, backend_id))
+
+    # -- runs
+
+    async def create_run(self, run: Run) -> None:
+        await self._write(lambda tx: runs.create_run(tx, run))
+
+    async def get_run(self, run_id: str) -> Run:
+        return await self._read(lambda conn: runs.get_run(conn, run_id))
+
+    async def list_runs(self, *, cursor: str | None = None, limit: int = 100) -> Page[Run]:
+        return await self._read(lambda conn: runs.list_runs(conn, cursor, limit))
+
+    async def set_run_state(self, run_id: str, state: RunState) -> Run:
+        """Closing also ends what is queued, in steps; ``recover`` takes up where a crash broke off."""
+        run = await self._write(lambda tx: runs.set_run_state(tx, run_id, state))
+        while state is RunState.CLOSED and not await self._write(lambda tx: cancel.end_run_step(tx, run_id)):
+            continue
+        return run
+
+    async def run_counts(self, run_id: str) -> dict[str, int]:
+        return await self._read(lambda conn: runs.run_counts_of(conn, run_id))
+
+    async def prune_run(self, run_id: str) -> list[str]:
+        """In steps, each a transaction; sent again after a crash it goes on where it was."""
+        payloads: list[str] = []
+        done = False
+        while not done:
+            some, done = await self._write(lambda tx: runs.prune_step(tx, run_id))
+            payloads += some
+        return payloads
+
+    async def list_payloads(self) -> set[str]:
+        return await self._read(runs.list_payloads)
+
+    # -- groups and rollouts
+
+    async def submit_groups(self, run_id: str, groups: Sequence[NewGroup]) -> list[Group]:
+        """Encoding the tasks happens beside the writer, so that a large submit holds nobody up."""
+        readers = self._readers
+        if readers is None:
+            raise Unavailable("the store is closed")
+        loop = asyncio.get_running_loop()
+        prepared = await loop.run_in_executor(readers, group_ops.prepare, list(groups))
+        return await self._write(lambda tx: group_ops.submit(tx, run_id, prepared))
+
+    async def get_group(self, group_id: str) -> Group:
+        return await self._read(lambda conn: group_ops.get_group(conn, group_id))
+
+    async def list_groups(
+        self, run_id: str, *, state: str | None = None, cursor: str | None = None, limit: int = 100
+    ) -> Page[Group]:
+        return await self._read(lambda conn: group_ops.list_groups(conn, run_id, state, cursor, limit))
+
+    async def get_rollout(self, rollout_id: str) -> Rollout:
+        return await self._read(lambda conn: rollouts.get_rollout(conn, rollout_id))
+
+    async def list_rollouts(
+        self,
+        *,
+        run_id: str | None = None,
+        group_id: str | None = None,
+        state: RolloutState | None = None,
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> Page[Rollout]:
+        return await self._read(
+            partial(
+                rollouts.list_rollouts,
+                run_id=run_id,
+                group_id=group_id,
+                state=state,
+                cursor=cursor,
+                limit=limit,
+            )
+        )
+
+    async def list_attempts(self, rollout_id: str) -> list[Attempt]:
+        return await self._read(lambda conn: rollouts.list_attempts(conn, rollout_id))
+
+    async def get_attempt(self, attempt_id: str) -> Attempt:
+        return await self._read(lambda conn: rollouts.get_attempt(conn, attempt_id))
+
+    # -- the scheduler's
+
+    async def start_rollouts(self, now: float, limit: int) -> list[Start]:
+        return await self._write(lambda tx: start.start_rollouts(tx, now, limit))
+
+    async def next_due(self, now: float) -> float | None:
+        return await self._read(start.next_due)
+
+    async def finish_attempt(self, finish: Finish) -> Finished:
+        return await self._write(lambda tx: finish_ops.finish_attempt(tx, finish))
+
+    async def recover(self, now: float) -> int:
+        return await self._write(lambda tx: finish_ops.recover(tx, now))
+
+    async def cancel_rollouts(
+        self, *, rollout_id: str | None = None, group_id: str | None = None, run_id: str | None = None
+    ) -> tuple[list[Rollout], list[Rollout]]:
+        """In steps, each a transaction. What is started between two steps is among the running."""
+        ended: list[Rollout] = []
+        while True:
+            some, running, last = await self._write(
+                lambda tx: cancel.cancel_step(tx, rollout_id, group_id, run_id)
+            )
+            ended += some
+            if last:
+                return ended, running
+
+    # -- deliveries
+
+    async def lease_groups(
+        self, run_id: str, trainer: str, epoch: int | None, *, limit: int, ttl_s: float, now: float
+    ) -> Lease | None:
+        return await self._write(
+            lambda tx: deliveries.lease_groups(tx, run_id, trainer, epoch, limit=limit, ttl_s=ttl_s, now=now)
+        )
+
+    async def renew_lease(self, lease_id: str, *, ttl_s: float, now: float) -> Lease:
+        return await self._write(lambda tx: deliveries.renew_lease(tx, lease_id, ttl_s=ttl_s, now=now))
+
+    async def ack_lease(self, lease_id: str, *, now: float) -> Lease:
+        return await self._write(lambda tx: deliveries.ack_lease(tx, lease_id))
+
+    async def nack_lease(self, lease_id: str) -> None:
+        await self._write(lambda tx: deliveries.nack_lease(tx, lease_id))
+
+    async def commit_checkpoint(
+        self, run_id: str, trainer: str, epoch: int, *, name: str, cursor: str | None, now: float
+    ) -> Checkpoint:
+        return await self._write(
+            lambda tx: deliveries.commit_checkpoint(
+                tx, run_id, trainer, epoch, name=name, cursor=cursor, now=now
+            )
+        )
+
+    async def rewind(
+        self, run_id: str, trainer: str, name: str | None, *, now: float
+    ) -> tuple[int, Checkpoint | None]:
+        return await self._write(lambda tx: deliveries.rewind(tx, run_id, trainer, name))
+
+    async def trainer_epoch(self, run_id: str, trainer: str) -> int:
+        return await self._read(lambda conn: deliveries.trainer_epoch(conn, run_id, trainer))
+
+    async def list_checkpoints(self, run_id: str, trainer: str) -> list[Checkpoint]:
+        return await self._read(lambda conn: deliveries.list_checkpoints(conn, run_id, trainer))
+
+    async def expire_leases(self, now: float) -> int:
+        return await self._write(lambda tx: deliveries.expire_leases(tx, now))
+
+    # -- events
+
+    async def append_events(self, events: Sequence[Event]) -> None:
+        await self._write(lambda tx: event_ops.append_events(tx, events))
+
+    async def list_events(self, *, after: int, limit: int = 500, run_id: str | None = None) -> list[Event]:
+        return await self._read(lambda conn: event_ops.list_events(conn, after, limit, run_id))

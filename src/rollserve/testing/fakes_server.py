@@ -1,0 +1,286 @@
+"""Stand-ins for what surrounds the server's side of the core: workers, payload files, backends.
+
+``FakeExecutor`` has workers without processes. Give it a ``play`` (what a worker does with an attempt,
+``completes`` and the like) or end attempts by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from rollserve.errors import FailureKind, InvalidInput, NotFound, UnknownName
+from rollserve.executor.base import (
+    AckAttempt,
+    AttemptEnded,
+    CancelAttempt,
+    FromWorker,
+    PolicyView,
+    StageChanged,
+    StartAttempt,
+    ToWorker,
+    WorkerHello,
+    WorkerLost,
+    WorkerStats,
+)
+from rollserve.records.call import Call, Message, SamplingParams, VersionSpan, pack_floats, pack_ids
+from rollserve.records.policy import BackendInfo, BackendSpec
+from rollserve.records.rollout import Attempt, Failure, RolloutState
+from rollserve.records.task import Task
+from rollserve.store.base import AttemptPayload, SealedPayload, Segment
+
+Play = Callable[["FakeExecutor", str, StartAttempt], None]
+
+
+class FakeExecutor:
+    """``rollserve.executor.base.Executor``. ``started`` has every attempt that was sent to a worker
+    and has not ended."""
+
+    def __init__(self, *, workers: int = 1, capacity: int = 8, play: Play | None = None) -> None:
+        self.play = play
+        self.started: dict[str, tuple[str, StartAttempt]] = {}
+        self.history: list[StartAttempt] = []
+        self.cancels: list[CancelAttempt] = []
+        self.acks: list[AckAttempt] = []
+        self.views: list[PolicyView] = []
+        self.stopped = False
+        self._workers = workers
+        self._capacity = capacity
+        self._alive: set[str] = set()
+        self._made = 0
+        self._said: asyncio.Queue[tuple[str, FromWorker | WorkerLost]] = asyncio.Queue()
+
+    # -- the contract
+    async def start(self) -> None:
+        for _ in range(self._workers):
+            self.join()
+
+    def send(self, worker_id: str, message: ToWorker) -> bool:
+        if worker_id not in self._alive:
+            return False
+        match message:
+            case StartAttempt():
+                self.history.append(message)
+                self.started[message.attempt_id] = (worker_id, message)
+                if self.play is not None:
+                    self.play(self, worker_id, message)
+            case CancelAttempt():
+                self.cancels.append(message)
+            case AckAttempt():
+                self.acks.append(message)
+            case _:
+                raise TypeError(f"not sent to one worker: {message!r}")
+        return True
+
+    def broadcast(self, message: ToWorker) -> None:
+        if not isinstance(message, PolicyView):
+            raise TypeError(f"not for all: {message!r}")
+        self.views.append(message)
+
+    async def reports(self) -> AsyncIterator[tuple[str, FromWorker | WorkerLost]]:
+        while True:
+            yield await self._said.get()
+
+    async def stop(self, grace_s: float) -> None:
+        self.stopped = True
+        self._alive.clear()
+
+    # -- what a test does with it
+    def join(self, capacity: int | None = None) -> str:
+        """Another worker says hello."""
+        self._made += 1
+        worker_id = f"w{self._made}"
+        self._alive.add(worker_id)
+        capacity = capacity or self._capacity
+        self.say(
+            worker_id,
+            WorkerHello(
+                worker_id=worker_id,
+                pid=self._made,
+                capacity=capacity,
+                slots={"init": capacity, "run": capacity, "grade": capacity},
+                runtimes=["process"],
+                gateway_url="http://127.0.0.1:1",
+            ),
+        )
+        return worker_id
+
+    def say(self, worker_id: str, message: FromWorker | WorkerLost) -> None:
+        self._said.put_nowait((worker_id, message))
+
+    def end(self, attempt_id: str, attempt: Attempt) -> None:
+        """Report the end of an attempt; may be called again with the same."""
+        worker_id, _ = self.started[attempt_id]
+        self.say(worker_id, AttemptEnded(attempt_json=attempt.model_dump_json().encode()))
+
+    def kill(self, worker_id: str, *, replace: bool = True) -> str | None:
+        """A worker dies with its attempts; another takes its place."""
+        self._alive.discard(worker_id)
+        self.started = {key: value for key, value in self.started.items() if value[0] != worker_id}
+        self.say(worker_id, WorkerLost(detail="killed"))
+        return self.join() if replace else None
+
+    def stage(self, attempt_id: str, stage: str) -> None:
+        worker_id, _ = self.started[attempt_id]
+        self.say(worker_id, StageChanged(attempt_id=attempt_id, stage=stage, at=0.0))
+
+    def stats(self, worker_id: str, counters: dict[str, float]) -> None:
+        self.say(
+            worker_id,
+            WorkerStats(
+                at=0.0, stages={"run": 1}, counters=counters, loop_lag_ms_p99=1.0, rss_mb=100.0, cpu_s=1.0
+            ),
+        )
+
+
+# -- plays
+
+
+def ended(
+    start: StartAttempt,
+    *,
+    reward: float | None = 1.0,
+    failure: Failure | None = None,
+    outcome: RolloutState | None = None,
+    payload: str | None = None,
+) -> Attempt:
+    """A finished attempt, completed unless there is a failure."""
+    default = RolloutState.COMPLETED if failure is None else RolloutState.FAILED
+    return Attempt(
+        id=start.attempt_id,
+        rollout_id=start.rollout_id,
+        epoch=start.epoch,
+        started_at=1.0,
+        finished_at=2.0,
+        outcome=outcome or default,
+        failure=failure,
+        reward=reward if failure is None else None,
+        payload=payload,
+        counts={"turns": 1},
+    )
+
+
+def failed(kind: FailureKind, code: str = "broken") -> Failure:
+    return Failure(kind=kind, code=code, message=f"{kind.value} trouble", operation="test")
+
+
+def completes(payloads: FakePayloads | None = None, reward: float = 1.0) -> Play:
+    """Every attempt completes at once; with ``payloads`` it has a call of three sampled tokens."""
+
+    def play(executor: FakeExecutor, _: str, start: StartAttempt) -> None:
+        ref = None
+        if payloads is not None:
+            ref = payloads.keep(f"{start.run_id}/{start.attempt_id}", AttemptPayload(calls=[a_call()]))
+        executor.end(start.attempt_id, ended(start, reward=reward, payload=ref))
+
+    return play
+
+
+def fails(failure: Failure) -> Play:
+    def play(executor: FakeExecutor, _: str, start: StartAttempt) -> None:
+        executor.end(start.attempt_id, ended(start, failure=failure))
+
+    return play
+
+
+def a_call(call_id: str = "c1", parent: str | None = None, prompt: int = 4, sampled: int = 3) -> Call:
+    """A call whose prompt ids count from 0 and whose sampled ids from 100."""
+    return Call(
+        id=call_id,
+        parent=parent,
+        messages=(Message(role="user", content=f"question of {call_id}"),),
+        prompt_ids=pack_ids(list(range(prompt))),
+        sampled_ids=pack_ids(list(range(100, 100 + sampled))),
+        logprobs=pack_floats([-0.5] * sampled),
+        versions=(VersionSpan(0, sampled, 0, 0),),
+        reply=Message(role="assistant", content=f"answer of {call_id}"),
+        finish_reason="stop",
+        sampling=SamplingParams(),
+        started_at=1.0,
+        finished_at=2.0,
+    )
+
+
+class FakePayloads:
+    """``rollserve.store.base.PayloadStore`` in memory. ``unreadable`` refs raise when read."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, AttemptPayload] = {}
+        self.live: dict[str, AttemptPayload] = {}
+        self.unreadable: set[str] = set()
+        self.swept: set[str] | None = None
+
+    def keep(self, ref: str, payload: AttemptPayload) -> str:
+        self.kept[ref] = payload
+        return ref
+
+    def open_segment(self, run_id: str, attempt_id: str) -> Segment:
+        return FakeSegment(self, f"{run_id}/{attempt_id}")
+
+    async def read(self, ref: str) -> AttemptPayload:
+        if ref in self.unreadable:
+            raise OSError(f"{ref}: bad block")
+        if ref not in self.kept:
+            raise NotFound(f"no payload {ref!r}")
+        return self.kept[ref]
+
+    async def read_live(self, run_id: str, attempt_id: str) -> AttemptPayload:
+        return self.live.get(f"{run_id}/{attempt_id}", AttemptPayload())
+
+    async def delete(self, refs: Sequence[str]) -> None:
+        for ref in refs:
+            self.kept.pop(ref, None)
+
+    async def sweep(self, known: set[str]) -> int:
+        self.swept = known
+        unknown = [ref for ref in self.kept if ref not in known]
+        await self.delete(unknown)
+        return len(unknown)
+
+
+class FakeSegment:
+    def __init__(self, payloads: FakePayloads, ref: str) -> None:
+        self._payloads = payloads
+        self._ref = ref
+        self._payload = payloads.live.setdefault(ref, AttemptPayload())
+
+    def append_call(self, call: Call) -> None:
+        self._payload.calls.append(call)
+
+    def append_log(self, line: str) -> None:
+        self._payload.log.append((0.0, line))
+
+    def append_artifact(self, path: str, data: bytes) -> None:
+        self._payload.artifacts[path] = data
+
+    def append_call_rewards(self, rewards: dict[str, float]) -> None:
+        self._payload.call_rewards.update(rewards)
+
+    async def seal(self) -> SealedPayload:
+        self._payloads.live.pop(self._ref, None)
+        self._payloads.keep(self._ref, self._payload)
+        return SealedPayload(ref=self._ref, size_bytes=1)
+
+    def discard(self) -> None:
+        self._payloads.live.pop(self._ref, None)
+
+
+# -- what composition would hand in
+
+
+async def check_task(task: Task, field: str) -> None:
+    """Knows the agent ``tool`` and the grader ``exact``."""
+    if task.agent.name != "tool":
+        raise UnknownName("agent", task.agent.name, ["tool"], field=f"{field}.agent.name")
+    if task.grader.name != "exact":
+        raise UnknownName("grader", task.grader.name, ["exact", "math"], field=f"{field}.grader.name")
+    if task.image == "nowhere":
+        raise InvalidInput("no such image", field=f"{field}.image")
+
+
+async def probe_backend(spec: BackendSpec, model: str) -> BackendInfo:
+    """Every URL serves the model, save ``…/other`` (another model) and ``…/nothing`` (no backend)."""
+    if spec.url.endswith("/nothing"):
+        raise InvalidInput("an nginx answers there", field="url")
+    served = "another-model" if spec.url.endswith("/other") else model
+    return BackendInfo(engine="fake", models=[served], context_tokens=4096)

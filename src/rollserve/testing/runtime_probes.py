@@ -1,0 +1,147 @@
+"""What the checks of ``runtime_conformance`` stand on: sandboxes with an end, and looking at the host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import ClassVar, cast
+
+from rollserve.sandbox.base import Runtime, RuntimeReport, Sandbox, SandboxLimits, SandboxSpec
+
+OWNER = "conformance"
+TTL_S = 120.0
+PATIENCE_S = 20.0
+
+
+def load_runtime(factory: str, data_dir: Path) -> Runtime:
+    module, _, attribute = factory.partition(":")
+    return cast("Runtime", getattr(import_module(module), attribute)(data_dir=data_dir))
+
+
+def unique_seconds() -> str:
+    """A duration for ``sleep`` that marks the process on the host."""
+    return f"{300 + secrets.randbelow(100)}.{secrets.randbelow(10**9):09d}"
+
+
+def processes_with(mark: str) -> list[int]:
+    """Pids on the host that have ``mark`` as a word of their command line and are not zombies."""
+    found = []
+    for name in os.listdir("/proc"):
+        try:
+            words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0") if name.isdigit() else []
+        except OSError:
+            continue
+        if mark.encode() in words:
+            found.append(int(name))
+    return found
+
+
+async def wait_until_gone(mark: str, *, timeout_s: float = PATIENCE_S) -> None:
+    await _wait_for(mark, present=False, timeout_s=timeout_s)
+
+
+async def wait_until_present(mark: str, *, timeout_s: float = PATIENCE_S) -> None:
+    await _wait_for(mark, present=True, timeout_s=timeout_s)
+
+
+async def _wait_for(mark: str, *, present: bool, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while bool(processes_with(mark)) is not present:
+        wanted = "running" if present else "gone"
+        assert time.monotonic() < deadline, f"sleep {mark} is not {wanted}: {processes_with(mark)}"
+        await asyncio.sleep(0.01)
+
+
+async def must_fail(error: type[BaseException], awaitable: Awaitable[object]) -> BaseException:
+    """Await and expect ``error``: pytest is not imported here."""
+    try:
+        await awaitable
+    except error as caught:
+        return caught
+    raise AssertionError(f"{error.__name__} was not raised")
+
+
+def host_has(path: str) -> bool:
+    return os.path.exists(path)
+
+
+def processes_with_environment(entry: str) -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        try:
+            words = Path(f"/proc/{name}/environ").read_bytes().split(b"\0") if name.isdigit() else []
+        except OSError:
+            continue
+        if entry.encode() in words:
+            found.append(int(name))
+    return found
+
+
+async def count_ticks() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    ticks = 0
+    while True:
+        await asyncio.sleep(0.01)
+        ticks += 1
+        task.set_name(str(ticks))
+
+
+def ticks_of(task: asyncio.Task[None]) -> int:
+    name = task.get_name()
+    return int(name) if name.isdigit() else 0
+
+
+class RuntimeChecks:
+    """How a check gets its runtime and its sandbox; ``factory`` is ``module:callable``."""
+
+    factory: ClassVar[str] = ""
+
+    def make(self, data_dir: Path) -> Runtime:
+        return load_runtime(self.factory, data_dir)
+
+    def report_of(self, runtime: Runtime) -> RuntimeReport:
+        report = runtime.report()
+        if not report.usable:
+            self.skip(f"{report.name} can't be used here: {report.detail}")
+        return report
+
+    def skip(self, reason: str) -> None:
+        import pytest
+
+        pytest.skip(reason)
+
+    @asynccontextmanager
+    async def runtime(self, data_dir: Path) -> AsyncIterator[Runtime]:
+        runtime = self.make(data_dir)
+        self.report_of(runtime)
+        try:
+            yield runtime
+        finally:
+            await runtime.close()
+
+    @asynccontextmanager
+    async def sandbox(self, data_dir: Path, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
+        async with self.runtime(data_dir) as runtime:
+            yield await runtime.create(spec or SandboxSpec(), owner=OWNER, ttl_s=TTL_S)
+
+    @asynccontextmanager
+    async def isolated(self, data_dir: Path, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
+        """For checks of isolation: skipped where the runtime does not claim any."""
+        async with self.runtime(data_dir) as runtime:
+            if not runtime.report().isolated:
+                self.skip(f"{runtime.name} does not isolate, and says so")
+            yield await runtime.create(spec or SandboxSpec(), owner=OWNER, ttl_s=TTL_S)
+
+    @asynccontextmanager
+    async def limited(self, data_dir: Path, limit: str, limits: SandboxLimits) -> AsyncIterator[Sandbox]:
+        async with self.runtime(data_dir) as runtime:
+            if limit not in runtime.report().enforces:
+                self.skip(f"{runtime.name} does not enforce {limit}, and says so")
+            yield await runtime.create(SandboxSpec(limits=limits), owner=OWNER, ttl_s=TTL_S)

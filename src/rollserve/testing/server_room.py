@@ -1,0 +1,132 @@
+"""A whole server without HTTP and without processes: the coordinator on a real store, beside workers
+that only act. For tests of what is built on it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollserve.config import Settings
+from rollserve.gateway.samples import build_samples
+from rollserve.records.policy import PolicySpec
+from rollserve.records.rollout import Group, Rollout, RolloutState
+from rollserve.records.run import Run, RunSpec
+from rollserve.records.task import GraderSpec, Task
+from rollserve.rollouts.clock import Clock, SystemClock
+from rollserve.rollouts.coordinator import Coordinator
+from rollserve.rollouts.ports import Ports
+from rollserve.store.sql import SqlStore
+from rollserve.testing.fakes_server import FakeExecutor, FakePayloads, check_task, probe_backend
+from rollserve.wire import GroupBody
+
+
+@dataclass
+class Room:
+    """A coordinator on a real store, with workers that only act."""
+
+    store: SqlStore
+    executor: FakeExecutor
+    payloads: FakePayloads
+    core: Coordinator
+
+    async def run(self, **settings: Any) -> Run:
+        await self.core.policies.create(PolicySpec(name="pol", model="m", tokenizer="tiny"))
+        return await self.core.runs.open(RunSpec(policy="pol", **settings))
+
+    async def submit(
+        self, run: Run, groups: int = 1, rollouts: int = 1, key: str | None = None
+    ) -> list[Group]:
+        bodies = [GroupBody(task=a_task(), num_rollouts=rollouts) for _ in range(groups)]
+        return await self.core.groups.submit(run.id, bodies, key)
+
+    async def rollout(self, group: Group) -> Rollout:
+        return (await self.core.groups.get(group.id))[1][0]
+
+    async def until(self, met: Callable[[], Any], within_s: float = 20.0) -> None:
+        """Until ``met`` (or what it returns, awaited) is true."""
+        async with asyncio.timeout(within_s):
+            while True:
+                value = met()
+                if asyncio.iscoroutine(value):
+                    value = await value
+                if value:
+                    return
+                await asyncio.sleep(0.002)
+
+    async def ended(self, group: Group, state: RolloutState) -> Rollout:
+        async def met() -> bool:
+            return (await self.rollout(group)).state is state
+
+        await self.until(met)
+        return await self.rollout(group)
+
+    async def started(self, count: int) -> None:
+        """Until so many attempts have been sent to workers, all in all."""
+        await self.until(lambda: len(self.executor.history) >= count)
+
+
+def a_task(**changes: Any) -> Task:
+    return Task.model_validate({"instruction": "act", "grader": GraderSpec(name="exact"), **changes})
+
+
+class MakeRoom(Protocol):
+    """A room in one folder; the second one finds what the first one stored."""
+
+    def __call__(
+        self,
+        executor: FakeExecutor,
+        *,
+        payloads: FakePayloads | None = None,
+        clock: Clock | None = None,
+        settings: Settings | None = None,
+    ) -> AbstractAsyncContextManager[Room]: ...
+
+
+async def migrate_empty(path: Path) -> Path:
+    """A database without rows, to start many rooms from."""
+    store = SqlStore(f"sqlite:///{path}")
+    await store.open()
+    await store.close()
+    return path
+
+
+@asynccontextmanager
+async def a_room(
+    path: Path,
+    executor: FakeExecutor,
+    *,
+    payloads: FakePayloads | None = None,
+    clock: Clock | None = None,
+    settings: Settings | None = None,
+    empty: Path | None = None,
+) -> AsyncIterator[Room]:
+    """``empty`` is a database to start from where ``path`` has none (``migrate_empty``)."""
+    clock = clock or SystemClock()
+    database = path / "rollserve.db"
+    if empty is not None and not database.exists():
+        shutil.copyfile(empty, database)
+    store = SqlStore(f"sqlite:///{database}", clock=clock.now)
+    payloads = payloads or FakePayloads()
+    ports = Ports(
+        store=store,
+        payloads=payloads,
+        executor=executor,
+        settings=settings or Settings(data_dir=path),
+        check_task=check_task,
+        probe_backend=probe_backend,
+        build_samples=build_samples,
+        clock=clock,
+        jitter=lambda: 1.0,
+    )
+    async with AsyncExitStack() as stack:
+        await store.open()
+        stack.push_async_callback(store.close)
+        core = Coordinator(ports)
+        await core.start()
+        stack.push_async_callback(core.stop, 0.0)
+        yield Room(store, executor, payloads, core)

@@ -1,0 +1,141 @@
+"""Agents of the user's, in real code hosts, and how agents are found."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollserve.agent.base import AgentResult
+from rollserve.agent.registry import AgentCatalog
+from rollserve.agent.toolbox import BuiltToolbox
+from rollserve.errors import (
+    AgentFailure,
+    BackendUnavailable,
+    ContextTooLong,
+    InvalidInput,
+    LimitReached,
+    UnknownName,
+)
+from rollserve.records.call import Message
+from rollserve.records.task import AgentSpec
+from rollserve.sandbox.tools import EchoTool
+from rollserve.testing.fakes import ScriptedModel, Turn, says, some_episode
+from rollserve.usercode.hosts import ZygoteHosts
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def run(
+    hosts: ZygoteHosts, name: str, *turns: Turn, log: list[str] | None = None, **options: object
+) -> tuple[AgentResult, ScriptedModel]:
+    spec = AgentSpec(name=f"my_agents:{name}", options=options)
+    entry = await AgentCatalog(hosts).resolve(spec)
+    assert entry.hosted
+    assert entry.code[spec.name].startswith("sha256:")
+    model = ScriptedModel(*turns)
+    episode = some_episode(model, BuiltToolbox({"echo": EchoTool()}, {}), log=log)
+    return await entry.make(dict(spec.options)).run(episode), model
+
+
+async def test_an_agent_drives_the_model_and_the_tools(agent_hosts: ZygoteHosts) -> None:
+    log: list[str] = []
+    turns = (says("", ("echo", '{"text": "hi"}')), says("42"))
+    result, model = await run(agent_hosts, "Solver", *turns, log=log, prefix="= ")
+    assert result == AgentResult(answer="= 42")
+    assert model.asked[1][-1] == Message(role="tool", content="hi", tool_call_id="call_0")
+    assert model.offered[0][0]["function"]["name"] == "echo"
+    assert log == ["done"]
+    assert agent_hosts.live == 0
+
+
+async def test_what_it_returns_is_its_result(agent_hosts: ZygoteHosts) -> None:
+    assert (await run(agent_hosts, "Nothing"))[0] == AgentResult()
+    turn = says("", ("echo", "{}"))
+    result, _ = await run(agent_hosts, "Solver", turn, turns=1)
+    assert result == AgentResult(truncated_by="turns", detail={"seen": 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "says_so"),
+    [
+        ("Crash", "ZeroDivisionError: by me"),
+        ("Leave", "exited with status 9"),
+        ("Wrong", "returned dict"),
+        ("BadWords", "Invalid enum value 'nobody'"),
+    ],
+)
+async def test_its_crash_is_an_agent_failure(agent_hosts: ZygoteHosts, name: str, says_so: str) -> None:
+    with pytest.raises(AgentFailure) as caught:
+        await run(agent_hosts, name)
+    assert says_so in str(caught.value)
+    assert caught.value.operation == f"agent my_agents:{name}"
+
+
+@pytest.mark.parametrize(
+    ("error", "limit"),
+    [(LimitReached("max_turns", "64 turns"), "max_turns"), (ContextTooLong("long"), "context_tokens")],
+)
+async def test_a_limit_it_lets_escape_truncates_it(
+    agent_hosts: ZygoteHosts, error: Exception, limit: str
+) -> None:
+    assert (await run(agent_hosts, "Solver", error))[0] == AgentResult(truncated_by=limit)
+
+
+async def test_a_limit_reaches_its_code_as_the_same_class(agent_hosts: ZygoteHosts) -> None:
+    result, _ = await run(agent_hosts, "Careful", LimitReached("max_turns", "64 turns"))
+    assert result == AgentResult(answer="kept", truncated_by="max_turns")
+
+
+async def test_infrastructure_keeps_its_kind(agent_hosts: ZygoteHosts) -> None:
+    with pytest.raises(BackendUnavailable, match="nothing answers"):
+        await run(agent_hosts, "Solver", BackendUnavailable("nothing answers"))
+
+
+async def test_a_call_it_gives_up_is_given_up_here(agent_hosts: ZygoteHosts) -> None:
+    result, model = await run(agent_hosts, "Impatient")
+    assert result.answer == "gave up"
+    assert model.cancelled == 1
+
+
+async def test_a_cancel_ends_model_call_and_process(agent_hosts: ZygoteHosts) -> None:
+    entry = await AgentCatalog(agent_hosts).resolve(AgentSpec(name="my_agents:Solver"))
+    model = ScriptedModel()
+    task = asyncio.create_task(entry.make({}).run(some_episode(model, BuiltToolbox({}, {}))))
+    await model.waiting.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert model.cancelled == 1
+    assert agent_hosts.live == 0
+
+
+async def test_agents_are_found_by_name_or_path(agent_hosts: ZygoteHosts) -> None:
+    catalog = AgentCatalog(agent_hosts, installed={"solver": "my_agents:Solver"})
+    assert catalog.names == ["solver", "tool"]
+    await catalog.check(AgentSpec(name="solver", options={"prefix": "x"}))
+    await catalog.check(AgentSpec(name="tool", options={"system": "x"}))
+    assert not (await catalog.resolve(AgentSpec())).hosted
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "says_so"),
+    [
+        ({"name": "tol"}, "agent.name", "did you mean 'tool'?"),
+        ({"name": "my_agents:Solvr"}, "agent.name", "did you mean 'Solver'?"),
+        ({"name": "my_agents:NotAsync"}, "agent.name", "async def run"),
+        ({"name": "tool", "options": {"sytem": "x"}}, "agent.options.sytem", "did you mean 'system'?"),
+        ({"name": "tool", "options": {"stop_on_text": "maybe"}}, "agent.options.stop_on_text", "bool"),
+        ({"name": "my_agents:Solver", "options": {"prefx": 1}}, "agent.options.prefx", "'prefix'"),
+        ({"name": "my_agents:Solver", "options": {"turns": "x"}}, "agent.options.turns", "integer"),
+        ({"name": "my_agents:Needs"}, "agent.options.key", "is required"),
+    ],
+)
+async def test_a_bad_agent_is_named_before_anything_starts(
+    agent_hosts: ZygoteHosts, spec: dict[str, object], field: str, says_so: str
+) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        await AgentCatalog(agent_hosts).check(AgentSpec.model_validate(spec))
+    assert caught.value.field == field
+    assert says_so in str(caught.value)
+    assert isinstance(caught.value, UnknownName) == (spec["name"] == "tol")

@@ -1,0 +1,259 @@
+"""Bad input meets a precise error, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from rollserve.api import bodies
+from rollserve.testing.server_room import Room
+
+POLICY = {"name": "pol", "model": "m", "tokenizer": "tiny"}
+TASK: dict[str, Any] = {"instruction": "act", "grader": {"name": "exact"}}
+
+
+@pytest.fixture
+async def run_id(api: httpx.AsyncClient) -> str:
+    await api.post("/v1/policies", json=POLICY)
+    return str((await api.post("/v1/runs", json={"policy": "pol"})).json()["id"])
+
+
+def problem(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.headers["content-type"] == "application/problem+json"
+    found: dict[str, Any] = answer.json()
+    assert found["status"] == answer.status_code
+    assert set(found) == {"type", "title", "status", "code", "detail", "field", "hint"}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "says"),
+    [
+        ({"agent": {"name": "tol"}}, "groups.0.task.agent.name", "'tool'"),
+        ({"grader": {"name": "exacct"}}, "groups.0.task.grader.name", "'exact'"),
+        ({"grader": {"nme": "exact"}}, "groups.0.task.grader.nme", "'name'"),
+        ({"instructions": "x"}, "groups.0.task.instructions", "'instruction'"),
+        ({"image": "nowhere"}, "groups.0.task.image", "no such image"),
+        ({"limits": {"run_s": -1}}, "groups.0.task.limits.run_s", "greater than 0"),
+        ({"limits": {"max_turn": 3}}, "groups.0.task.limits.max_turn", "'max_turns'"),
+        ({"limits": {"wall_s": 1e12}}, "groups.0.task.limits.wall_s", "less than"),
+        ({"instruction": ""}, "groups.0.task.instruction", "at least 1"),
+        ({"instruction": 5}, "groups.0.task.instruction", "string"),
+        ({"tools": "shell"}, "groups.0.task.tools", "array"),
+    ],
+)
+async def test_a_bad_task(
+    api: httpx.AsyncClient, run_id: str, changes: dict[str, Any], field: str, says: str
+) -> None:
+    body = {"groups": [{"task": {**TASK, **changes}}]}
+    for where in (f"/v1/runs/{run_id}/groups", "/v1/check"):
+        answer = await api.post(where, json=body)
+        found = problem(answer)
+        assert (answer.status_code, found["field"]) == (400, field)
+        assert says in f"{found['detail']} {found['hint']}"
+    assert (await api.get(f"/v1/runs/{run_id}/groups")).json()["items"] == []
+
+
+@pytest.mark.parametrize("num_rollouts", [0, -1, 100_000, 1.5, "8x", None])
+async def test_a_group_of_the_wrong_size(api: httpx.AsyncClient, run_id: str, num_rollouts: object) -> None:
+    body = {"groups": [{"task": TASK}, {"task": TASK, "num_rollouts": num_rollouts}]}
+    found = problem(await api.post(f"/v1/runs/{run_id}/groups", json=body))
+    assert (found["status"], found["field"]) == (400, "groups.1.num_rollouts")
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"groups": [}', "line 1 column 13"),
+        (b'{"groups": [{"task": 1', "line 1 column"),
+        (b"[" * 5000 + b"]" * 5000, "nested too deep"),
+        (b"\xff\xfe{}", "line 1 column 1"),
+        (b'{"groups": ["\\ud800"]}', "line 1 column"),
+        (b"", "a JSON body is needed"),
+        (b"null", "object"),
+        (b'{"groups": []}', "at least 1"),
+    ],
+)
+async def test_a_broken_body(api: httpx.AsyncClient, run_id: str, body: bytes, says: str) -> None:
+    found = problem(await api.post(f"/v1/runs/{run_id}/groups", content=body))
+    assert (found["status"], found["code"]) == (400, "invalid_input")
+    assert says in found["detail"]
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "says"),
+    [
+        ({"num_rollouts": 0}, "groups.60.num_rollouts", "greater than"),
+        ({"taks": 1}, "groups.60.taks", "'task'"),
+        ({"task": {**TASK, "limits": {"rn_s": 1}}}, "groups.60.task.limits.rn_s", "'run_s'"),
+    ],
+)
+async def test_a_large_body_is_read_group_by_group_and_as_precise(
+    api: httpx.AsyncClient, run_id: str, change: dict[str, Any], field: str, says: str
+) -> None:
+    groups = [{"task": {**TASK, "instruction": "x" * 1000}} for _ in range(80)]
+    where = f"/v1/runs/{run_id}/groups"
+    body = msgspec.json.encode({"groups": groups})
+    assert len(body) > bodies.LARGE_BYTES
+    assert len((await api.post(where, content=body)).json()["groups"]) == 80
+    unknown = problem(await api.post(where, json={"groups": groups, "key": 1}))
+    assert unknown["field"] == "key"
+    groups[60] = {**groups[60], **change}
+    found = problem(await api.post(where, json={"groups": groups}))
+    assert found["field"] == field
+    assert says in f"{found['detail']} {found['hint']}"
+    cut = problem(await api.post(where, content=body[:-3]))
+    assert cut["detail"].startswith("Invalid JSON")
+    bad = body.replace(b'"instruction"', b'"instruction', 1)
+    assert "byte" in problem(await api.post(where, content=bad))["detail"]
+    deep = body[:-1] + b',"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    assert problem(await api.post(where, content=deep))["status"] == 400
+
+
+async def test_nothing_nested_deeper_than_32_is_kept(api: httpx.AsyncClient, run_id: str) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(40):
+        deep = {"a": deep}
+    body = {"groups": [{"task": {**TASK, "metadata": deep}}]}
+    found = problem(await api.post(f"/v1/runs/{run_id}/groups", json=body))
+    assert (found["field"], found["detail"]) == ("groups.0.task.metadata", "nested deeper than 32")
+
+
+async def test_a_body_over_the_limit(api: httpx.AsyncClient, run_id: str) -> None:
+    declared = await api.post(f"/v1/runs/{run_id}/groups", content=b" " * ((1 << 20) + 1))
+    assert problem(declared)["code"] == "too_large"
+
+    pulled = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal pulled
+        while True:
+            pulled += 1
+            assert pulled < 200
+            yield b" " * 65536
+
+    chunked = await api.post(f"/v1/runs/{run_id}/groups", content=endless())
+    assert problem(chunked)["status"] == 413
+    assert pulled < 100
+
+
+async def test_a_body_over_the_limit_behind_a_socket(served: httpx.AsyncClient) -> None:
+    async def chunks(count: int) -> AsyncIterator[bytes]:
+        for _ in range(count):
+            yield b" " * 65536
+
+    for body in (b" " * (3 << 20), chunks(48)):
+        answer = await served.post("/v1/check", content=body)
+        assert problem(answer)["code"] == "too_large"
+    assert (await served.get("/healthz")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "field", "says"),
+    [
+        ("POST", "/v1/policies", {**POLICY, "name": "a b"}, "name", "pattern"),
+        ("POST", "/v1/policies", {**POLICY, "modle": "x"}, "modle", "'model'"),
+        ("POST", "/v1/policies", {**POLICY, "context_tokens": 3}, "context_tokens", "16"),
+        ("POST", "/v1/runs", {"policy": "poll"}, "policy", "'pol'"),
+        ("POST", "/v1/runs", {"policy": "pol", "thinking": "kep"}, "thinking", "'keep'"),
+        ("POST", "/v1/runs", {"policy": "pol", "pinned_version": 9}, "pinned_version", "version 9"),
+        ("POST", "/v1/runs", {"policy": "pol", "sampling": {"temp": 1}}, "sampling.temp", "'temperature'"),
+        ("POST", "/v1/runs", {"policy": "pol", "failure_rewards": {"grader": 0}}, "failure_rewards.grader",
+         "'agent'"),
+        ("POST", "/v1/policies/pol/backends", {"url": "http://b", "kind": "vlm"}, "kind", "'vllm'"),
+        ("POST", "/v1/policies/pol/backends", {"url": "http://b/other"}, "url", "'another-model'"),
+        ("POST", "/v1/policies/pol/backends", {"url": "http://b/nothing"}, "url", "nginx"),
+        ("POST", "/v1/policies/pol/version", {"version": -1}, "version", "greater"),
+        ("GET", "/v1/rollouts?limit=0", None, "limit", "greater"),
+        ("GET", "/v1/rollouts?limit=1001", None, "limit", "less"),
+        ("GET", "/v1/rollouts?state=done", None, "state", "queued"),
+        ("GET", "/v1/rollouts?runid=x", None, "runid", "'run_id'"),
+        ("GET", "/v1/rollouts?cursor=x", None, "cursor", ""),
+        ("GET", "/v1/policies?cursor=x", None, "cursor", ""),
+        ("GET", "/v1/events?after=-1", None, "after", "greater"),
+    ],
+)  # fmt: skip
+async def test_bad_values(
+    api: httpx.AsyncClient, run_id: str, method: str, path: str, body: object, field: str, says: str
+) -> None:
+    answer = await api.request(method, path, json=body)
+    found = problem(answer)
+    assert (answer.status_code, found["field"]) == (400, field)
+    assert says in f"{found['detail']} {found['hint']}"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/nope", 404, "not_found"),
+        ("PUT", "/v1/runs", 405, "method_not_allowed"),
+        ("GET", "/v1/runs/run_none", 404, "not_found"),
+        ("POST", "/v1/runs/run_none/close", 404, "not_found"),
+        ("GET", "/v1/groups/g", 404, "not_found"),
+        ("POST", "/v1/groups/g/cancel", 404, "not_found"),
+        ("GET", "/v1/rollouts/r", 404, "not_found"),
+        ("GET", "/v1/rollouts/r/trajectory", 404, "not_found"),
+        ("POST", "/v1/rollouts/r/cancel", 404, "not_found"),
+        ("GET", "/v1/attempts/a/log", 404, "not_found"),
+        ("GET", "/v1/policies/p", 404, "not_found"),
+        ("POST", "/v1/policies/p/pause", 404, "not_found"),
+        ("GET", "/v1/policies/p/backends", 404, "not_found"),
+        ("POST", "/v1/deliveries/lea_none/ack", 409, "lease_lost"),
+        ("POST", "/v1/deliveries/lea_none/renew", 409, "lease_lost"),
+        ("POST", "/v1/runs/run_none/deliveries", 404, "not_found"),
+        ("GET", "/v1/runs/run_none/trainers/t/checkpoints", 404, "not_found"),
+    ],
+)
+async def test_what_is_not_there(
+    api: httpx.AsyncClient, method: str, path: str, status: int, code: str
+) -> None:
+    found = problem(await api.request(method, path))
+    assert (found["status"], found["code"]) == (status, code)
+
+
+async def test_a_version_that_goes_back(api: httpx.AsyncClient, run_id: str) -> None:
+    await api.post("/v1/policies/pol/version", json={"version": 2})
+    answer = await api.post("/v1/policies/pol/version", json={"version": 1})
+    assert (answer.status_code, problem(answer)["code"]) == (409, "version_regression")
+
+
+async def test_a_full_run_answers_429_with_retry_after(api: httpx.AsyncClient, room: Room) -> None:
+    room.executor.play = None
+    await api.post("/v1/policies", json=POLICY)
+    spec = {"policy": "pol", "quota": {"max_queued_groups": 1}}
+    run = (await api.post("/v1/runs", json=spec)).json()["id"]
+    body = {"groups": [{"task": TASK}]}
+    assert (await api.post(f"/v1/runs/{run}/groups", json=body)).status_code == 201
+    answer = await api.post(f"/v1/runs/{run}/groups", json=body)
+    assert (answer.status_code, problem(answer)["code"]) == (429, "queue_full")
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_a_key_used_for_another_body(api: httpx.AsyncClient, run_id: str) -> None:
+    where, headers = f"/v1/runs/{run_id}/groups", {"Idempotency-Key": "k"}
+    await api.post(where, json={"groups": [{"task": TASK}]}, headers=headers)
+    answer = await api.post(where, json={"groups": [{"task": TASK, "num_rollouts": 2}]}, headers=headers)
+    assert (answer.status_code, problem(answer)["field"]) == (409, "groups.0")
+    long = await api.post(where, json={"groups": [{"task": TASK}]}, headers={"Idempotency-Key": "k" * 300})
+    assert problem(long)["field"] == "Idempotency-Key"
+
+
+async def test_an_answer_nobody_can_read(api: httpx.AsyncClient, run_id: str) -> None:
+    answer = await api.post(f"/v1/runs/{run_id}/deliveries", json={}, headers={"Accept": "text/csv"})
+    assert problem(answer)["field"] == "Accept"
+
+
+async def test_a_bug_is_told_without_its_inside(
+    api: httpx.AsyncClient, room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken() -> None:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(room.core.policies, "list", broken)
+    answer = await api.get("/v1/policies")
+    assert (answer.status_code, problem(answer)["code"]) == (500, "internal")
+    assert "secret" not in answer.text

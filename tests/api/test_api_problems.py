@@ -30,58 +30,55 @@ def problem(answer: httpx.Response) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("changes", "field", "says"),
-    [
-        ({"agent": {"name": "tol"}}, "groups.0.task.agent.name", "'tool'"),
-        ({"grader": {"name": "exacct"}}, "groups.0.task.grader.name", "'exact'"),
-        ({"grader": {"nme": "exact"}}, "groups.0.task.grader.nme", "'name'"),
-        ({"instructions": "x"}, "groups.0.task.instructions", "'instruction'"),
-        ({"image": "nowhere"}, "groups.0.task.image", "no such image"),
-        ({"limits": {"run_s": -1}}, "groups.0.task.limits.run_s", "greater than 0"),
-        ({"limits": {"max_turn": 3}}, "groups.0.task.limits.max_turn", "'max_turns'"),
-        ({"limits": {"wall_s": 1e12}}, "groups.0.task.limits.wall_s", "less than"),
-        ({"instruction": ""}, "groups.0.task.instruction", "at least 1"),
-        ({"instruction": 5}, "groups.0.task.instruction", "string"),
-        ({"tools": "shell"}, "groups.0.task.tools", "array"),
-    ],
-)
-async def test_a_bad_task(
-    api: httpx.AsyncClient, run_id: str, changes: dict[str, Any], field: str, says: str
-) -> None:
-    body = {"groups": [{"task": {**TASK, **changes}}]}
-    for where in (f"/v1/runs/{run_id}/groups", "/v1/check"):
-        answer = await api.post(where, json=body)
-        found = problem(answer)
-        assert (answer.status_code, found["field"]) == (400, field)
-        assert says in f"{found['detail']} {found['hint']}"
+BAD_TASKS: list[tuple[dict[str, Any], str, str]] = [
+    ({"agent": {"name": "tol"}}, "groups.0.task.agent.name", "'tool'"),
+    ({"grader": {"name": "exacct"}}, "groups.0.task.grader.name", "'exact'"),
+    ({"grader": {"nme": "exact"}}, "groups.0.task.grader.nme", "'name'"),
+    ({"instructions": "x"}, "groups.0.task.instructions", "'instruction'"),
+    ({"image": "nowhere"}, "groups.0.task.image", "no such image"),
+    ({"limits": {"run_s": -1}}, "groups.0.task.limits.run_s", "greater than 0"),
+    ({"limits": {"max_turn": 3}}, "groups.0.task.limits.max_turn", "'max_turns'"),
+    ({"limits": {"wall_s": 1e12}}, "groups.0.task.limits.wall_s", "less than"),
+    ({"instruction": ""}, "groups.0.task.instruction", "at least 1"),
+    ({"instruction": 5}, "groups.0.task.instruction", "string"),
+    ({"tools": "shell"}, "groups.0.task.tools", "array"),
+]
+
+
+async def test_a_bad_task(api: httpx.AsyncClient, run_id: str) -> None:
+    for changes, field, says in BAD_TASKS:
+        body = {"groups": [{"task": {**TASK, **changes}}]}
+        for where in (f"/v1/runs/{run_id}/groups", "/v1/check"):
+            found = problem(await api.post(where, json=body))
+            assert (found["status"], found["field"]) == (400, field)
+            assert says in f"{found['detail']} {found['hint']}"
     assert (await api.get(f"/v1/runs/{run_id}/groups")).json()["items"] == []
 
 
-@pytest.mark.parametrize("num_rollouts", [0, -1, 100_000, 1.5, "8x", None])
-async def test_a_group_of_the_wrong_size(api: httpx.AsyncClient, run_id: str, num_rollouts: object) -> None:
-    body = {"groups": [{"task": TASK}, {"task": TASK, "num_rollouts": num_rollouts}]}
-    found = problem(await api.post(f"/v1/runs/{run_id}/groups", json=body))
-    assert (found["status"], found["field"]) == (400, "groups.1.num_rollouts")
+async def test_a_group_of_the_wrong_size(api: httpx.AsyncClient, run_id: str) -> None:
+    for num_rollouts in (0, -1, 100_000, 1.5, "8x", None):
+        body = {"groups": [{"task": TASK}, {"task": TASK, "num_rollouts": num_rollouts}]}
+        found = problem(await api.post(f"/v1/runs/{run_id}/groups", json=body))
+        assert (found["status"], found["field"]) == (400, "groups.1.num_rollouts")
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        (b'{"groups": [}', "line 1 column 13"),
-        (b'{"groups": [{"task": 1', "line 1 column"),
-        (b"[" * 5000 + b"]" * 5000, "nested too deep"),
-        (b"\xff\xfe{}", "line 1 column 1"),
-        (b'{"groups": ["\\ud800"]}', "line 1 column"),
-        (b"", "a JSON body is needed"),
-        (b"null", "object"),
-        (b'{"groups": []}', "at least 1"),
-    ],
-)
-async def test_a_broken_body(api: httpx.AsyncClient, run_id: str, body: bytes, says: str) -> None:
-    found = problem(await api.post(f"/v1/runs/{run_id}/groups", content=body))
-    assert (found["status"], found["code"]) == (400, "invalid_input")
-    assert says in found["detail"]
+BROKEN_BODIES = [
+    (b'{"groups": [}', "line 1 column 13"),
+    (b'{"groups": [{"task": 1', "line 1 column"),
+    (b"[" * 5000 + b"]" * 5000, "nested too deep"),
+    (b"\xff\xfe{}", "line 1 column 1"),
+    (b'{"groups": ["\\ud800"]}', "line 1 column"),
+    (b"", "a JSON body is needed"),
+    (b"null", "object"),
+    (b'{"groups": []}', "at least 1"),
+]
+
+
+async def test_a_broken_body(api: httpx.AsyncClient, run_id: str) -> None:
+    for body, says in BROKEN_BODIES:
+        found = problem(await api.post(f"/v1/runs/{run_id}/groups", content=body))
+        assert (found["status"], found["code"]) == (400, "invalid_input")
+        assert says in found["detail"]
 
 
 @pytest.mark.parametrize(
@@ -152,9 +149,7 @@ async def test_a_body_over_the_limit_behind_a_socket(served: httpx.AsyncClient) 
     assert (await served.get("/healthz")).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body", "field", "says"),
-    [
+BAD_VALUES: list[tuple[str, str, Any, str, str]] = [
         ("POST", "/v1/policies", {**POLICY, "name": "a b"}, "name", "pattern"),
         ("POST", "/v1/policies", {**POLICY, "modle": "x"}, "modle", "'model'"),
         ("POST", "/v1/policies", {**POLICY, "context_tokens": 3}, "context_tokens", "16"),
@@ -175,44 +170,42 @@ async def test_a_body_over_the_limit_behind_a_socket(served: httpx.AsyncClient) 
         ("GET", "/v1/rollouts?cursor=x", None, "cursor", ""),
         ("GET", "/v1/policies?cursor=x", None, "cursor", ""),
         ("GET", "/v1/events?after=-1", None, "after", "greater"),
-    ],
-)  # fmt: skip
-async def test_bad_values(
-    api: httpx.AsyncClient, run_id: str, method: str, path: str, body: object, field: str, says: str
-) -> None:
-    answer = await api.request(method, path, json=body)
-    found = problem(answer)
-    assert (answer.status_code, found["field"]) == (400, field)
-    assert says in f"{found['detail']} {found['hint']}"
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status", "code"),
-    [
-        ("GET", "/v1/nope", 404, "not_found"),
-        ("PUT", "/v1/runs", 405, "method_not_allowed"),
-        ("GET", "/v1/runs/run_none", 404, "not_found"),
-        ("POST", "/v1/runs/run_none/close", 404, "not_found"),
-        ("GET", "/v1/groups/g", 404, "not_found"),
-        ("POST", "/v1/groups/g/cancel", 404, "not_found"),
-        ("GET", "/v1/rollouts/r", 404, "not_found"),
-        ("GET", "/v1/rollouts/r/trajectory", 404, "not_found"),
-        ("POST", "/v1/rollouts/r/cancel", 404, "not_found"),
-        ("GET", "/v1/attempts/a/log", 404, "not_found"),
-        ("GET", "/v1/policies/p", 404, "not_found"),
-        ("POST", "/v1/policies/p/pause", 404, "not_found"),
-        ("GET", "/v1/policies/p/backends", 404, "not_found"),
-        ("POST", "/v1/deliveries/lea_none/ack", 409, "lease_lost"),
-        ("POST", "/v1/deliveries/lea_none/renew", 409, "lease_lost"),
-        ("POST", "/v1/runs/run_none/deliveries", 404, "not_found"),
-        ("GET", "/v1/runs/run_none/trainers/t/checkpoints", 404, "not_found"),
-    ],
-)
-async def test_what_is_not_there(
-    api: httpx.AsyncClient, method: str, path: str, status: int, code: str
-) -> None:
-    found = problem(await api.request(method, path))
-    assert (found["status"], found["code"]) == (status, code)
+async def test_bad_values(api: httpx.AsyncClient, run_id: str) -> None:
+    assert run_id
+    for method, path, body, field, says in BAD_VALUES:
+        found = problem(await api.request(method, path, json=body))
+        assert (found["status"], found["field"]) == (400, field)
+        assert says in f"{found['detail']} {found['hint']}"
+
+
+NOT_THERE = [
+    ("GET", "/v1/nope", 404, "not_found"),
+    ("PUT", "/v1/runs", 405, "method_not_allowed"),
+    ("GET", "/v1/runs/run_none", 404, "not_found"),
+    ("POST", "/v1/runs/run_none/close", 404, "not_found"),
+    ("GET", "/v1/groups/g", 404, "not_found"),
+    ("POST", "/v1/groups/g/cancel", 404, "not_found"),
+    ("GET", "/v1/rollouts/r", 404, "not_found"),
+    ("GET", "/v1/rollouts/r/trajectory", 404, "not_found"),
+    ("POST", "/v1/rollouts/r/cancel", 404, "not_found"),
+    ("GET", "/v1/attempts/a/log", 404, "not_found"),
+    ("GET", "/v1/policies/p", 404, "not_found"),
+    ("POST", "/v1/policies/p/pause", 404, "not_found"),
+    ("GET", "/v1/policies/p/backends", 404, "not_found"),
+    ("POST", "/v1/deliveries/lea_none/ack", 409, "lease_lost"),
+    ("POST", "/v1/deliveries/lea_none/renew", 409, "lease_lost"),
+    ("POST", "/v1/runs/run_none/deliveries", 404, "not_found"),
+    ("GET", "/v1/runs/run_none/trainers/t/checkpoints", 404, "not_found"),
+]
+
+
+async def test_what_is_not_there(api: httpx.AsyncClient) -> None:
+    for method, path, status, code in NOT_THERE:
+        found = problem(await api.request(method, path))
+        assert (method, path, found["status"], found["code"]) == (method, path, status, code)
 
 
 async def test_a_version_that_goes_back(api: httpx.AsyncClient, run_id: str) -> None:
@@ -253,7 +246,7 @@ async def test_a_bug_is_told_without_its_inside(
     async def broken() -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr(room.core.policies, "list", broken)
+    monkeypatch.setattr(room.core.policies, "all", broken)
     answer = await api.get("/v1/policies")
     assert (answer.status_code, problem(answer)["code"]) == (500, "internal")
     assert "secret" not in answer.text

@@ -109,7 +109,8 @@ async def test_lists_are_paged_and_filtered(api: httpx.AsyncClient, room: Room) 
     cursor: str | None = None
     pages = 0
     while pages == 0 or cursor is not None:
-        params = {"run_id": run_id, "limit": 3, "state": "completed"} | ({"cursor": cursor} if cursor else {})
+        params: dict[str, str] = {"run_id": run_id, "limit": "3", "state": "completed"}
+        params |= {"cursor": cursor} if cursor else {}
         page = (await api.get("/v1/rollouts", params=params)).json()
         seen += [rollout["id"] for rollout in page["items"]]
         cursor = page["next"]

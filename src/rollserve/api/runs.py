@@ -31,7 +31,7 @@ async def open_run(
 
 
 async def list_runs(core: Core, paging: Paged) -> Response:
-    return page(await core.runs.list(cursor=paging.cursor, limit=paging.limit))
+    return page(await core.runs.page(cursor=paging.cursor, limit=paging.limit))
 
 
 async def show(core: Core, run_id: str) -> Response:
@@ -73,7 +73,7 @@ async def submit(
 
 
 async def list_groups(core: Core, run_id: str, paging: Paged, state: GroupState | None = None) -> Response:
-    found = await core.groups.list(
+    found = await core.groups.of_run(
         run_id, state=state.value if state else None, cursor=paging.cursor, limit=paging.limit
     )
     return page(found)

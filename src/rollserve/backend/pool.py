@@ -126,11 +126,11 @@ class BackendPool:
             member.reviver.cancel()
         for session_id in list(member.sessions):
             self.release(session_id)
+        member.interrupt()
         self._own(self._retiring, self._retire(member))
 
     async def _retire(self, member: Member) -> None:
-        """Stop what is in flight there, wait until it has stopped, close the connections."""
-        member.interrupt()
+        """Wait until what was in flight there has stopped, and close the connections."""
         give_up = self._clock.monotonic() + self._settings.close_s
         while member.calls and (left := give_up - self._clock.monotonic()) > 0:
             await wait_any(self._clock, self._changed, left)

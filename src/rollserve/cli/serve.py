@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from rollserve import config
-from rollserve.build.server import Ready, run_server
+from rollserve.api.serve import Ready, run_server
+from rollserve.build.logs import configure_logs
 from rollserve.cli.output import err
 
 
@@ -28,4 +30,5 @@ def announce(ready: Ready) -> None:
 def serve(config_path: Path | None, overrides: dict[str, Any]) -> None:
     """Raises ``ConfigError`` before anything is started."""
     settings = config.load(config=config_path, overrides=overrides)
-    asyncio.run(run_server(settings, announce))
+    configure_logs(settings.log_level)
+    uvloop.run(run_server(settings, announce))

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -80,6 +81,8 @@ class Demo:
         self._options = options
         self._console = console
         self._output = options.output
+        for old in ("data", "model", "weights", "logs"):
+            shutil.rmtree(options.output / old, ignore_errors=True)
         self._processes = Processes(options.output / "logs")
         self._server_url = f"http://127.0.0.1:{free_port()}"
         self._backend_url = f"http://127.0.0.1:{free_port()}"

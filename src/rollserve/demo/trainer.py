@@ -45,8 +45,8 @@ class Plan:
     rollouts: int = 8
     off_policy_groups: int = 8
     eval_tasks: int = 200
-    learning_rate: float = 1e-3
-    stop_at: float = 0.97
+    learning_rate: float = 4e-4
+    stop_at: float = 0.95
     runtime: str | None = None
 
 
@@ -122,6 +122,8 @@ class Training:
         )
         backend = RegisterBackend(url=self._plan.backend, kind=self._plan.kind)
         await self._client.register_backend("demo", backend)
+        await self._sync.push(self._model.state_dict(), 0)
+        await self._client.set_version("demo", 0)
         start = await self._evaluate("start")
         await self._train()
         end = await self._evaluate("end")

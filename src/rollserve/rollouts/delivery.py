@@ -32,7 +32,7 @@ MAX_ANSWER_BYTES = 128 << 20
 """Of arrays in one answer; more groups wait for the next lease. One group always goes."""
 _ANSWERS_AT_ONCE = 4
 _ROLLOUTS_AT_ONCE = 8
-_THREADS = 4
+_THREADS = 2
 _RELEASE_S = 5.0
 
 

@@ -94,7 +94,7 @@ class Groups:
                 return sorted(rollouts, key=lambda rollout: rollout.index)
             cursor = page.next
 
-    async def list(self, run_id: str, *, state: str | None, cursor: str | None, limit: int) -> Page[Group]:
+    async def of_run(self, run_id: str, *, state: str | None, cursor: str | None, limit: int) -> Page[Group]:
         await self._store.get_run(run_id)
         return await self._store.list_groups(run_id, state=state, cursor=cursor, limit=limit)
 

@@ -62,7 +62,7 @@ class Policies:
     async def get(self, name: str) -> Policy:
         return await self._store.get_policy(name)
 
-    async def list(self) -> list[Policy]:
+    async def all(self) -> list[Policy]:
         return await self._store.list_policies()
 
     async def set_version(self, name: str, version: int, label: str | None) -> Policy:

@@ -110,7 +110,7 @@ class Runs:
     async def get(self, run_id: str) -> Run:
         return await self._store.get_run(run_id)
 
-    async def list(self, *, cursor: str | None, limit: int) -> Page[Run]:
+    async def page(self, *, cursor: str | None, limit: int) -> Page[Run]:
         return await self._store.list_runs(cursor=cursor, limit=limit)
 
     async def counts(self, run_id: str) -> dict[str, int]:

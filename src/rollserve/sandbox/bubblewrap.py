@@ -57,11 +57,15 @@ class Host:
 
 
 class BubblewrapRuntime:
-    """Implements ``Runtime``. ``run_as`` is the user of sandboxes when the worker runs as root."""
+    """Implements ``Runtime``. ``run_as`` is the user of sandboxes when the worker runs as root;
+    ``bwrap`` another binary than the packaged one (0.11 or later)."""
 
     name = "bubblewrap"
 
-    def __init__(self, *, data_dir: Path | None = None, run_as: int = NOBODY) -> None:
+    def __init__(
+        self, *, data_dir: Path | None = None, run_as: int = NOBODY, bwrap: Path | None = None
+    ) -> None:
+        self._bwrap = bwrap
         self._run_as = run_as
         self._roster: Roster | None = None
         self._host: Host | None = None
@@ -75,7 +79,7 @@ class BubblewrapRuntime:
             return RuntimeReport(
                 name=self.name, usable=False, isolated=True, detail=self._failure, remedy=_REMEDY
             )
-        detail = [f"sandboxes run as uid {host.uid}, memory limit per process"]
+        detail = [f"sandboxes run as uid {host.uid}, memory limit per process, writes to the image unbounded"]
         if not host.overlays:
             detail.append("no overlays: the image is read-only")
         if not host.userns_disabled:
@@ -104,7 +108,7 @@ class BubblewrapRuntime:
         sandbox_id = f"bwrap-{uuid4().hex}"
 
         async def stop(shell: Shell) -> None:
-            await _stop(shell.process)
+            await _stop(shell)
             roster.forget(sandbox_id)
 
         def make() -> ShellSandbox:
@@ -149,7 +153,7 @@ class BubblewrapRuntime:
             self._failure = "bubblewrap needs Linux"
             return None
         uid = self._uid()
-        bwrap = self._reachable(_bwrap_path(), uid)
+        bwrap = self._reachable(self._bwrap or _bwrap_path(), uid)
         other = uid != os.geteuid()
         setpriv = shutil.which("setpriv") if other else None
         switch = (setpriv, "--reuid", str(uid), "--regid", str(uid), "--clear-groups") if setpriv else ()
@@ -254,11 +258,13 @@ def _locate(path: str) -> str:
     return workdir_path(path, WORKDIR)
 
 
-async def _stop(process: subprocess.Popen[bytes]) -> None:
+async def _stop(shell: Shell) -> None:
     """Kill bubblewrap and pid 1 of the sandbox; both gone means all gone."""
-    if process.poll() is not None:
-        return
-    watch = processes.ProcessWatch([process.pid, *await _settled_children(process.pid)])
+    process, supervisor = shell.process, shell.supervisor_pid()
+    targets = {supervisor} if supervisor is not None else set()
+    if process.poll() is None:
+        targets |= {process.pid, *await _settled_children(process.pid)}
+    watch = processes.ProcessWatch(targets)
     try:
         watch.kill()
         if not await watch.gone(timeout_s=STOP_TIMEOUT_S):

@@ -5,8 +5,8 @@ resource limits, and an end for every process, also one that left its session: e
 its environment. After a crash of the worker, ``reap`` of any later worker finds the rest on disk.
 
 On disk: ``DATA/process/<worker>/lock`` is locked as long as the worker lives; ``<worker>/<sandbox>/``
-holds one sandbox. ``/workspace`` in file operations stands for the sandbox's folder; a command finds
-it in ``$WORKSPACE``, which is where it starts.
+holds one sandbox and the name of its owner. ``/workspace`` in file operations stands for the sandbox's
+folder; a command finds it in ``$WORKSPACE``, which is where it starts.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ProcessRuntime:
             if self._home is None:
                 self._home = await asyncio.to_thread(_WorkerFolder, self._root)
             folder = self._home.path / sandbox_id
-            await asyncio.to_thread(_make_folders, folder)
+            await asyncio.to_thread(_make_folders, folder, owner)
 
         async def stop(shell: Shell) -> None:
             await _stop(sandbox_id, shell.process)
@@ -120,9 +120,10 @@ class _WorkerFolder:
         os.close(self._lock)
 
 
-def _make_folders(folder: Path) -> None:
+def _make_folders(folder: Path, owner: str) -> None:
     for name in _FOLDERS:
         (folder / name).mkdir(parents=True)
+    (folder / "owner").write_text(owner)
 
 
 def _launch(folder: Path, spec: SandboxSpec, sandbox_id: str, path: str) -> Launch:

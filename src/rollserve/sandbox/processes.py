@@ -91,10 +91,10 @@ def innermost_pid(pid: int) -> int | None:
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Signal a process; one that is already gone is fine."""
+    """Signal a process; one that is gone, or became another user's, is left to who confirms the end."""
     try:
         os.kill(pid, number)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         pass
 
 

@@ -70,6 +70,7 @@ class Shell:
         self._state = b""
         self._last_code = 0
         self._shell_pid = 0
+        self._supervisor: tuple[int, int | None] | None = None
         self._started_ticks = 0
         self._paused: asyncio.TimerHandle | None = None
         self._taken_bytes = 0
@@ -143,6 +144,9 @@ class Shell:
             self._gone = f"the shell ended at once with code {answer.code}{self._said()}"
             raise SandboxError(self._gone, operation="sandbox.start")
         self._shell_pid = answer.pid
+        if self._supervisor is None:
+            pid = self._launch.find_supervisor(self.process.pid)
+            self._supervisor = None if pid is None else (pid, processes.start_ticks(pid))
         self.dialect = script.Dialect(bash=answer.code == script.BASH_READY, data_fd=self._data_r)
         self._alive = True
 
@@ -253,8 +257,15 @@ class Shell:
         self._alive = False
         self._last_code = 0
 
+    def supervisor_pid(self) -> int | None:
+        """The supervisor's pid here, as long as that names the same process."""
+        if self._supervisor is None:
+            return None
+        pid, started = self._supervisor
+        return pid if processes.start_ticks(pid) == started else None
+
     def _find_shell(self) -> int | None:
-        supervisor = self._launch.find_supervisor(self.process.pid)
+        supervisor = self.supervisor_pid()
         if supervisor is None:
             return None
         found = (pid for pid in processes.children(supervisor) if self._is_shell(pid))

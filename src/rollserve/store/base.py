@@ -58,7 +58,9 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """What a ``Finish`` led to. ``accepted`` False: fenced by a newer epoch or an ended rollout."""
+    """What a ``Finish`` led to. ``accepted`` False: fenced by a newer epoch or an ended rollout, or the
+    rollout was forgotten (then ``rollout`` is None). A report that comes twice is accepted twice and
+    counted once: its payload stays."""
 
     accepted: bool
     rollout: Rollout | None = None
@@ -98,7 +100,7 @@ class Store(Protocol):
     async def get_run(self, run_id: str) -> Run: ...
     async def list_runs(self, *, cursor: str | None = None, limit: int = 100) -> Page[Run]: ...
     async def set_run_state(self, run_id: str, state: RunState) -> Run:
-        """``CLOSED`` is final. Raises ``Conflict``."""
+        """``CLOSED`` is final, and ends what is queued. Raises ``Conflict``."""
 
     async def run_counts(self, run_id: str) -> dict[str, int]:
         """Rollouts by state (``queued`` …), groups as ``groups_open``, ``groups_finished``,
@@ -144,7 +146,9 @@ class Store(Protocol):
 
     async def finish_attempt(self, finish: Finish) -> Finished:
         """Compare-and-set on the rollout's epoch and state. With a final target, the rollout's end,
-        the group's completion and its entry in the delivery log are one transaction."""
+        the group's completion and its entry in the delivery log are one transaction. A group enters
+        the log also when all its rollouts were cancelled (state ``cancelled``): who waits for it must
+        hear. ``QUEUED`` becomes ``CANCELLED`` where the run was closed or the rollout cancelled."""
 
     async def recover(self, now: float) -> int:
         """At start-up: rollouts left ``RUNNING`` go back to ``QUEUED`` (not counted as a try); the
@@ -166,7 +170,8 @@ class Store(Protocol):
 
     async def renew_lease(self, lease_id: str, *, ttl_s: float, now: float) -> Lease: ...
     async def ack_lease(self, lease_id: str, *, now: float) -> Lease:
-        """Idempotent. Raises ``LeaseLost`` when unknown, expired and given back, or fenced."""
+        """Idempotent; good after its time too, as long as it was not given back. Raises ``LeaseLost``
+        when unknown or given back, ``StaleEpoch`` when its trainer was rewound (so do renew, nack)."""
 
     async def nack_lease(self, lease_id: str) -> None: ...
     async def commit_checkpoint(

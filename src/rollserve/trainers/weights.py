@@ -20,13 +20,19 @@ class WeightSync(Protocol):
         on: calls in flight continue under the new weights. Raises ``BackendError``."""
 
 
+def _name(version: int) -> str:
+    return f"weights-{version:06d}.safetensors"
+
+
 def _save(state: Mapping[str, torch.Tensor], folder: Path, version: int) -> Path:
-    """Write the weights; the two files before are kept, since a server may still be reading."""
+    """Write the weights; the file before is kept, since a server may still be reading it."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = (folder / f"weights-{version:06d}.safetensors").absolute()
+    path = folder.absolute() / _name(version)
     save_file({name: tensor.detach().contiguous().cpu() for name, tensor in state.items()}, path)
-    for old in sorted(folder.glob("weights-*.safetensors"))[:-2]:
-        old.unlink(missing_ok=True)
+    kept = {path, folder.absolute() / _name(version - 1)}
+    for other in folder.absolute().glob("weights-*.safetensors"):
+        if other not in kept:
+            other.unlink(missing_ok=True)
     return path
 
 

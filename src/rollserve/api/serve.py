@@ -1,0 +1,70 @@
+"""The server in the foreground: coordinator and HTTP, from the settings to the last request."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollserve.api.app import make_app
+from rollserve.api.auth import Auth, ensure_admin_key, key_required
+from rollserve.build.catalogs import NO_SANDBOX, check_default_runtime
+from rollserve.build.http import HttpServer, bind, url_of
+from rollserve.build.server import open_coordinator
+from rollserve.config import Settings
+from rollserve.rollouts.coordinator import Coordinator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """What to tell who started the server. ``new_admin_key`` is set at the first start only."""
+
+    url: str
+    workers: int
+    data_dir: Path
+    new_admin_key: str | None
+    key_required: bool
+    unsafe_runtime: str | None
+
+
+@asynccontextmanager
+async def open_server(settings: Settings) -> AsyncIterator[tuple[Coordinator, Ready]]:
+    """A running server; leaving stops it: waiting requests are let go, then HTTP ends, then the
+    workers. Raises ``ConfigError`` before anything is started."""
+    report = check_default_runtime(settings)
+    async with AsyncExitStack() as stack:
+        sock = bind(settings.api.host, settings.api.port)
+        stack.callback(sock.close)
+        coordinator, store = await stack.enter_async_context(open_coordinator(settings))
+        key = await ensure_admin_key(store)
+        required = key_required(settings.api)
+        http = HttpServer(make_app(coordinator, settings.api, Auth(store, required=required)), sock)
+        stack.push_async_callback(http.stop)
+        await http.start()
+        stack.callback(coordinator.begin_stop)
+        unsafe = not report.isolated and report.name != NO_SANDBOX
+        yield (
+            coordinator,
+            Ready(
+                url=url_of(sock),
+                workers=settings.workers.count,
+                data_dir=settings.data_dir,
+                new_admin_key=key,
+                key_required=required,
+                unsafe_runtime=report.name if unsafe else None,
+            ),
+        )
+
+
+async def run_server(settings: Settings, announce: Callable[[Ready], None]) -> None:
+    """Until SIGINT or SIGTERM."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with open_server(settings) as (_, ready):
+        announce(ready)
+        await stop.wait()

@@ -17,6 +17,7 @@ from rollserve.errors import InfrastructureFailure
 from rollserve.executor.base import (
     AttemptEnded,
     CancelAttempt,
+    StageChanged,
     WorkerHello,
     WorkerLost,
 )
@@ -102,8 +103,19 @@ async def test_a_lost_worker_is_gone_and_said_how(office: Open) -> None:
         _, hello = await server.nth(WorkerHello)
         os.kill(hello.pid, signal.SIGKILL)
         _, lost = await server.nth(WorkerLost)
-        assert "SIGKILL" in lost.detail
+        assert "killed by SIGKILL" in lost.detail
         assert gone(hello.pid)
+
+
+async def test_a_worker_that_is_terminated_cleans_up_and_leaves_in_order(office: Open) -> None:
+    async with office() as server:
+        name, hello = await server.nth(WorkerHello)
+        server.executor.send(name, AttemptBench.start_message("a", agent="hang"))
+        await server.nth(StageChanged)
+        os.kill(hello.pid, signal.SIGTERM)
+        _, lost = await server.nth(WorkerLost)
+        assert "exit code 0" in lost.detail
+        assert server.all(AttemptEnded) == []
 
 
 async def test_what_was_said_before_the_death_is_heard(office: Open, tmp_path: Path) -> None:
@@ -135,7 +147,7 @@ async def test_a_worker_that_breaks_the_channel_is_lost_and_killed(
     async with office(command=command, respawn=NEVER, patience=HASTY) as server:
         _, lost = await server.nth(WorkerLost)
         assert words in lost.detail
-        assert "SIGKILL" in lost.detail
+        assert "killed by the server" in lost.detail
 
 
 async def test_a_worker_that_does_not_read_is_lost(office: Open, tmp_path: Path) -> None:

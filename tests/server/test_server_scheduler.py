@@ -8,7 +8,7 @@ from rollserve.errors import FailureKind
 from rollserve.executor.base import AttemptEnded
 from rollserve.records.rollout import GroupState, RolloutState
 from rollserve.records.run import RetrySettings
-from rollserve.rollouts.retries import FREE_LOSSES
+from rollserve.rollouts.retries import FREE_LOSSES, INTERRUPTIONS
 from rollserve.store.base import Finish, Finished
 from rollserve.store.sql import SqlStore
 from rollserve.testing.clock import FakeClock
@@ -316,3 +316,25 @@ async def test_recovery_runs_again_what_ran(make_room: MakeRoom) -> None:
 
 async def _all_ended(room: Room, group_id: str) -> bool:
     return (await room.core.groups.get(group_id))[0].state is GroupState.FINISHED
+
+
+async def test_what_a_stop_interrupts_is_not_held_against_it(make_room: MakeRoom) -> None:
+    async with make_room(FakeExecutor()) as room:
+        run = await room.run()
+        [group] = await room.submit(run, rollouts=3)
+        await room.started(3)
+        done, abandoned, lost = room.executor.history
+        room.core.begin_stop()
+        room.executor.end(done.attempt_id, ended(done))
+        stopped = ended(abandoned, failure=failed(FailureKind.CANCELLED), outcome=RolloutState.CANCELLED)
+        room.executor.end(abandoned.attempt_id, stopped)
+        room.executor.kill("w1", replace=False)
+    async with make_room(FakeExecutor()) as room:
+        await room.started(2)
+        assert {start.index for start in room.executor.history} == {abandoned.index, lost.index}
+        rollouts = (await room.core.groups.get(group.id))[1]
+        assert [rollout.state for rollout in rollouts].count(RolloutState.COMPLETED) == 1
+        for start in room.executor.history:
+            [first, _] = await room.core.groups.attempts(start.rollout_id)
+            assert first.failure is not None
+            assert first.failure.code not in INTERRUPTIONS

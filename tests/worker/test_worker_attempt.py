@@ -488,6 +488,31 @@ async def test_a_cancel_leaves_nothing_in_any_stage(bench: Bench, stage: str) ->
     assert bench.clock.timers == 0
 
 
+@pytest.mark.parametrize("point", ["close_tools", "close_session", "close_sandbox"])
+async def test_a_cancel_does_not_cut_a_release_short(bench: Bench, point: str) -> None:
+    releasing, go = asyncio.Event(), asyncio.Event()
+    done: list[int] = []
+
+    async def slow() -> None:
+        releasing.set()
+        await go.wait()
+        done.append(1)
+
+    setattr(bench.fakes.hooks, point, slow)
+    runner = bench.runner()
+    task = bench.spawn(runner)
+    await asyncio.wait_for(releasing.wait(), 10)
+    runner.cancel("not wanted")
+    await bench.clock.settle()
+    go.set()
+    attempt = await bench.until(task)
+    assert attempt.outcome is RolloutState.CANCELLED
+    assert done == [1]
+    assert "release_errors" not in attempt.detail
+    assert bench.fakes.leftovers == []
+    assert bench.free()
+
+
 async def test_a_cancel_before_the_first_step(bench: Bench) -> None:
     runner = bench.runner()
     task = bench.spawn(runner)

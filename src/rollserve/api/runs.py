@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Response
@@ -76,7 +77,7 @@ async def list_groups(core: Core, run_id: str, paging: Paged, state: GroupState 
     found = await core.groups.of_run(
         run_id, state=state.value if state else None, cursor=paging.cursor, limit=paging.limit
     )
-    return page(found)
+    return await asyncio.to_thread(page, found)  # tasks may be large
 
 
 async def check(core: Core, groups: Annotated[SubmitGroups, groups_body()]) -> Response:

@@ -60,7 +60,7 @@ def _task(plan: BenchPlan) -> Task:
         instruction="Echo what you are told, then finish.",
         runtime=plan.runtime,
         tools=["echo"] if plan.runtime == "none" else ["shell"],
-        grader=GraderSpec(name="exact", options={"answer": "done"}),
+        grader=GraderSpec(name="numeric", options={"answer": 42}),
         limits=Limits(max_turns=plan.turns + 1),
     )
 
@@ -101,7 +101,7 @@ class Bench:
             *(sys.executable, "-m", "rollserve.testing.scripted_server"),
             *("--port", self._backend_url.rsplit(":", 1)[1], "--latency-ms", str(plan.latency_ms)),
             *("--tokens", str(plan.tokens), "--turns", str(plan.turns)),
-            *("--tool", tool[0], "--arguments", tool[1], "--answer", "done", "--model", "scripted"),
+            *("--tool", tool[0], "--arguments", tool[1], "--final-text", "42", "--model", "scripted"),
         ]
         return self._processes.start("scripted-backend", command)
 

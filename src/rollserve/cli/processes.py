@@ -59,6 +59,10 @@ class Processes:
         self._running.append(running)
         return running
 
+    def forget(self, running: Running) -> None:
+        """It has ended, and that is as it should be."""
+        self._running.remove(running)
+
     def check(self) -> None:
         """Raises ``InfrastructureFailure`` with its last words when one has died."""
         for running in self._running:

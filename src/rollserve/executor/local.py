@@ -103,7 +103,7 @@ class LocalExecutor:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._first_hello: asyncio.Future[None] | None = None
-        self._early_deaths: list[str] = []
+        self._early_deaths = 0
         self._decoder = from_worker_decoder()
         self._stopping = asyncio.Event()
 
@@ -295,11 +295,13 @@ class LocalExecutor:
         member.joined.set_result(channel)
 
     def _died_early(self, detail: str) -> None:
-        """Before its hello. When every place has seen that, there is no use in waiting on."""
-        self._early_deaths.append(detail)
-        waiting = self._first_hello is not None and not self._first_hello.done()
-        if waiting and self._first_hello is not None and len(self._early_deaths) >= self._count:
-            self._first_hello.set_exception(self._no_worker(self._early_deaths[-1]))
+        """Before its hello. When that has happened once a place, there is no use in waiting on."""
+        first = self._first_hello
+        if first is None or first.done():
+            return
+        self._early_deaths += 1
+        if self._early_deaths >= self._count:
+            first.set_exception(self._no_worker(detail))
 
     def _no_worker(self, *words: str) -> InfrastructureFailure:
         said = "; ".join(filter(None, words))

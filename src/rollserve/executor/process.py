@@ -34,6 +34,7 @@ class WorkerProcess:
         self._process = process
         self._log = log
         self._log_from = log_from
+        self._killed = False
 
     @classmethod
     async def start(
@@ -68,6 +69,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         if self._process.returncode is None:
+            self._killed = True
             self._signal_group(signal.SIGKILL)
 
     async def end(self, grace_s: float, patience: Patience) -> None:
@@ -84,7 +86,9 @@ class WorkerProcess:
     async def describe_end(self) -> str:
         """How it ended, and its last words."""
         code = self._process.returncode
-        if code is not None and code < 0:
+        if self._killed:
+            how = "killed by the server"
+        elif code is not None and code < 0:
             how = f"killed by {signal.Signals(-code).name}"
         else:
             how = f"exit code {code}"

@@ -34,7 +34,8 @@ class SessionSpec:
 
 
 class Session(Protocol):
-    """What a running agent holds: a secret and an address, valid for one attempt."""
+    """What a running agent holds: a secret and an address, valid for one attempt. ``counts``,
+    ``call_ids`` and ``conversation`` can still be read after ``close``."""
 
     @property
     def id(self) -> str: ...

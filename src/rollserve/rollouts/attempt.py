@@ -228,6 +228,7 @@ class AttemptRunner:
         """Stop the agent's side for good, take what is to be kept, free sandbox and slot. Returns the
         files that the grader wants carried over."""
         await self._held.stop_agent_side()
+        self._go_on()
         carried = Carried()
         if not isinstance(failed, LimitReached):
             carried = await self._collect(cast, carry=failed is None)
@@ -350,17 +351,21 @@ class AttemptRunner:
 
     async def _wait(self, place: Callable[[], Awaitable[None]]) -> None:
         """Wait for a slot: charged to nothing, ended by the wall ceiling."""
-        if self._cancelled is not None or self._abandoned:
-            raise AttemptCancelled(self._cancelled or "abandoned", operation="cancel")
+        self._go_on()
         async with self._timer.ceiling():
             await place()
+
+    def _go_on(self) -> None:
+        """Raises ``AttemptCancelled`` where a cancel came before the task began, or during a release."""
+        if self._cancelled is not None or self._abandoned:
+            raise AttemptCancelled(self._cancelled or "abandoned", operation="cancel")
 
     def _enter(self, stage: Stage) -> None:
         self._log(f"stage: {stage.value}")
         self._observer.stage_changed(self._start.attempt_id, stage)
 
     def _interrupt(self) -> None:
-        if self._asyncio_task is not None and not self._ending:
+        if self._asyncio_task is not None and not self._ending and not self._held.releasing:
             self._asyncio_task.cancel()
 
     def _stopped(self) -> None:

@@ -29,6 +29,9 @@ from rollserve.rollouts.trajectories import Trajectories
 
 log = logging.getLogger(__name__)
 
+_SETTLE_S = 5.0
+"""For committing what workers reported just before they stopped."""
+
 
 class Coordinator:
     """``start`` needs an open store and starts the executor; ``begin_stop`` lets waiting requests go
@@ -105,7 +108,7 @@ class Coordinator:
     def begin_stop(self) -> None:
         """Answer waiting leases, end streams, start no attempt. Idempotent."""
         self.closing.set()
-        self._scheduler.stop_admitting()
+        self._scheduler.begin_stop()
         self.deliveries.close()
 
     async def stop(self, grace_s: float) -> None:
@@ -114,6 +117,8 @@ class Coordinator:
         self.begin_stop()
         try:
             await self._ports.executor.stop(grace_s)
+            if self._life is not None:
+                await self._scheduler.settle(_SETTLE_S)
         finally:
             await self._end_life()
             self._maker.close()

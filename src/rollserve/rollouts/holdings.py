@@ -17,7 +17,8 @@ from rollserve.sandbox.base import Runtime, Sandbox, SandboxSpec
 
 class Holdings:
     """Session, tools and sandboxes. What is confirmed released is forgotten; what is not stays, and
-    ``close_all`` tries it once more. ``errors`` are the releases that failed."""
+    the next call tries it once more. ``errors`` are the releases that failed; while ``releasing``, the
+    attempt's task should not be cancelled: half a release may be none."""
 
     def __init__(self, *, clock: Clock, log: AttemptLog, close_s: float, observer: AttemptObserver) -> None:
         self._clock = clock
@@ -28,6 +29,7 @@ class Holdings:
         self._tools: AsyncExitStack | None = None
         self._sandboxes: list[Sandbox] = []
         self.errors: list[str] = []
+        self.releasing = False
 
     async def open_sandbox(self, runtime: Runtime, spec: SandboxSpec, *, owner: str, ttl_s: float) -> Sandbox:
         with boundary("sandbox.start", InfrastructureFailure, log=self._log):
@@ -64,10 +66,6 @@ class Holdings:
         self._observer.keep(sandbox, seconds)
         return sandbox.id
 
-    async def close_all(self) -> None:
-        await self.stop_agent_side()
-        await self.close_sandboxes()
-
     def note(self, trouble: str) -> None:
         self.errors.append(trouble[:500])
         self._observer.count("release_errors")
@@ -75,10 +73,13 @@ class Holdings:
 
     async def _release(self, what: str, closing: Awaitable[object]) -> bool:
         """True when it is confirmed."""
+        self.releasing = True
         try:
             async with Deadline(self._clock, self._close_s):
                 await closing
         except Exception as error:  # an edge: whatever a release raises is recorded, and no more
             self.note(f"{what}: {type(error).__name__}: {error}")
             return False
+        finally:
+            self.releasing = False
         return True

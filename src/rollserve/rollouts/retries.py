@@ -19,6 +19,9 @@ STOPPED = "stopped_by_worker"
 INTERRUPTIONS = (WORKER_LOST, OVERDUE, STOPPED)
 """Codes of failures that say nothing about the attempt itself."""
 
+NOT_SENT = "not_sent"
+"""No worker ever had the attempt; not even an interruption."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
@@ -46,7 +49,7 @@ def decide(attempt: Attempt, run: RunSpec, past: Past, *, now: float, jitter: fl
     if failure.kind is FailureKind.CANCELLED:  # not asked for: the worker is going away
         failure = Failure(kind=FailureKind.INFRASTRUCTURE, code=STOPPED, message=failure.message)
     attempt = attempt.model_copy(update={"failure": failure, "outcome": RolloutState.FAILED, "reward": None})
-    interrupted = failure.code in INTERRUPTIONS
+    interrupted = failure.code in (*INTERRUPTIONS, NOT_SENT)
     counts = not interrupted or past.interruptions >= FREE_LOSSES
     tries = past.tries + counts
     if failure.retryable and tries < run.retry.max_attempts:

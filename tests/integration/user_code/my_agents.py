@@ -1,0 +1,61 @@
+"""What a user of the service might write: an agent over HTTP, one that crashes, a grader, a tool."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from rollserve.agent.base import AgentResult, Episode
+from rollserve.grader.base import Grading
+
+
+class OpenAIAgent:
+    """Drives the model with the official client, through the session's address."""
+
+    def __init__(self, temperature: float = 0.3) -> None:
+        self._temperature = temperature
+
+    async def run(self, episode: Episode) -> AgentResult:
+        messages: list[Any] = [{"role": "user", "content": episode.task.instruction}]
+        async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key) as client:
+            while True:
+                answer = await client.chat.completions.create(
+                    model="any",
+                    messages=messages,
+                    tools=list(episode.tools.schemas),  # type: ignore[arg-type]
+                    temperature=self._temperature,
+                )
+                message = answer.choices[0].message
+                messages.append(message.model_dump(exclude_none=True))
+                if not message.tool_calls:
+                    return AgentResult(answer=message.content)
+                for call in message.tool_calls:
+                    assert call.type == "function"
+                    result = await episode.tools.call(call.function.name, call.function.arguments)
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": result.text})
+
+
+class Crasher:
+    async def run(self, episode: Episode) -> AgentResult:
+        raise RuntimeError("the agent has a bug")
+
+
+class Spinner:
+    async def run(self, episode: Episode) -> AgentResult:
+        while True:
+            time.sleep(0)  # noqa: ASYNC251  # never gives the loop back
+
+
+def half(grading: Grading) -> float:
+    return 0.5 if grading.answer else 0.0
+
+
+def broken(grading: Grading) -> float:
+    raise ValueError("the grader has a bug")
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b

@@ -7,6 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from rollserve.grader.base import Grader
+from rollserve.grader.registry import GraderCatalog
+from rollserve.records.task import GraderSpec
 from rollserve.usercode.hosts import HostSettings, ZygoteHosts
 
 GRADERS = """
@@ -53,3 +56,9 @@ async def grader_hosts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterato
     hosts = ZygoteHosts(code_dir=tmp_path, settings=HostSettings(cancel_grace_s=0.3))
     yield hosts
     await hosts.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def plain_grader(grader_hosts: ZygoteHosts) -> Grader:
+    entry = await GraderCatalog(grader_hosts).resolve(GraderSpec(name="my_graders:plain"))
+    return entry.make({})

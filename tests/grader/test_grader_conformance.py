@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from rollserve.grader.base import Grader
 from rollserve.grader.command import CommandGrader, CommandOptions
 from rollserve.grader.exact import ExactGrader, ExactOptions
 from rollserve.grader.math import MathGrader, MathOptions
 from rollserve.grader.numeric import NumericGrader, NumericOptions
-from rollserve.grader.registry import GraderCatalog
-from rollserve.records.task import GraderSpec
 from rollserve.testing.grader_conformance import GraderConformance, GraderSubject
 from rollserve.usercode.hosts import ZygoteHosts
 
@@ -38,13 +37,12 @@ class TestMath(GraderConformance):
     def subject(self, grader_hosts: ZygoteHosts) -> GraderSubject:
         pytest.importorskip("math_verify")
         return GraderSubject(
-            grader=MathGrader(grader_hosts, MathOptions(answer="1/2")), right="0.5", wrong="2"
+            grader=MathGrader(grader_hosts, MathOptions(answer="1/2", timeout_s=5)), right="0.5", wrong="2"
         )
 
 
 @pytest.mark.asyncio(loop_scope="module")
 class TestPython(GraderConformance):
     @pytest.fixture
-    async def subject(self, grader_hosts: ZygoteHosts) -> GraderSubject:
-        entry = await GraderCatalog(grader_hosts).resolve(GraderSpec(name="my_graders:plain"))
-        return GraderSubject(grader=entry.make({}), right="42", wrong="41")
+    def subject(self, plain_grader: Grader) -> GraderSubject:
+        return GraderSubject(grader=plain_grader, right="42", wrong="41")

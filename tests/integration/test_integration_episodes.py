@@ -13,8 +13,7 @@ from rollserve.records.run import RetrySettings
 from rollserve.records.task import AgentSpec, GraderSpec, Limits
 from rollserve.testing.tiny_tokenizer import TinyTokenizer
 from rollserve.wire import OpenRun
-
-from .conftest import Server, add_policy, shell_task
+from tests.integration.conftest import Server, add_policy, shell_task
 
 
 async def finished(run: RunHandle, count: int) -> list[FinishedGroup]:
@@ -87,9 +86,7 @@ async def test_a_crashing_agent_is_a_failure_and_no_reward(server: Server, backe
         assert len((await client.rollout(rollout.rollout.id)).attempts) == 1
 
 
-async def test_a_spinning_agent_is_killed_and_what_it_did_is_marked(
-    server: Server, backend_url: str
-) -> None:
+async def test_a_spinning_agent_is_killed_and_what_it_did_is_marked(server: Server, backend_url: str) -> None:
     async with server.client() as client:
         limits = Limits(run_s=1.0)
         group = await one(client, backend_url, agent=AgentSpec(name="my_agents:Spinner"), limits=limits)

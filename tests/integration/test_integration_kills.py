@@ -14,8 +14,7 @@ from rollserve.client import Client
 from rollserve.records.rollout import RolloutState
 from rollserve.testing.scripted import ScriptedEngine
 from rollserve.wire import OpenRun
-
-from .conftest import Server, add_policy, alive, descendants, shell_task, until
+from tests.integration.conftest import Server, add_policy, alive, descendants, shell_task, until
 
 GROUPS, ROLLOUTS = 25, 4
 
@@ -91,7 +90,9 @@ async def until_running(client: Client, count: int) -> None:
 
 
 @pytest.mark.timeout(120)
-async def test_stopping_the_server_leaves_no_process(server: Server, backend_url: str, engine: ScriptedEngine) -> None:
+async def test_stopping_the_server_leaves_no_process(
+    server: Server, backend_url: str, engine: ScriptedEngine
+) -> None:
     engine.latency_s = 5.0
     async with server.client() as client:
         await add_policy(client, backend_url)

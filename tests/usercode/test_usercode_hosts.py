@@ -373,6 +373,7 @@ async def use(hosts, name, arguments, pids):
         if len(pids) == 4:
             print(*pids, flush=True)
         await host.call("tool", order(name, arguments), ToolResult, timeout_s=None)
+        await host.call("tool", order("spin"), ToolResult, timeout_s=None)
 
 async def main():
     hosts, pids = ZygoteHosts(code_dir=Path(sys.argv[1])), []
@@ -392,11 +393,14 @@ async def test_nothing_outlives_a_worker_that_was_killed(code_dir: Path) -> None
         *(sys.executable, "-c", WORKER, str(code_dir)), stdout=asyncio.subprocess.PIPE
     )
     assert worker.stdout is not None
-    async with asyncio.timeout(DEADLINE_S):
-        pids = [int(pid) for pid in (await worker.stdout.readline()).split()]
-    await until((code_dir / "daemon.pid").exists)
-    assert len(pids) == 4
-    assert all(is_alive(pid) for pid in pids[:3])
-    worker.kill()
-    await worker.communicate()
-    await until_gone(*pids, int((code_dir / "daemon.pid").read_text()))
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            pids = [int(pid) for pid in (await worker.stdout.readline()).split()]
+        assert len(pids) == 4
+        await until((code_dir / "daemon.pid").exists)
+        pids.append(int((code_dir / "daemon.pid").read_text()))
+        assert all(is_alive(pid) for pid in pids)
+    finally:
+        worker.kill()
+        await worker.communicate()
+    await until_gone(*pids)

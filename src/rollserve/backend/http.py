@@ -20,6 +20,7 @@ import aiohttp
 import yarl
 
 from rollserve.errors import BackendError, BackendUnavailable, InvalidInput
+from rollserve.turns import Turns
 
 IDLE_CONNECTION_S = 4.0
 """Below the 5 s after which uvicorn (vLLM, SGLang) closes an idle connection: a request must not meet a
@@ -63,6 +64,7 @@ class Http:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._routes: dict[str, yarl.URL] = {}
         self._session: aiohttp.ClientSession | None = None
+        self._turns = Turns()
         self._closed = False
 
     async def get(self, path: str) -> Answer:
@@ -73,9 +75,12 @@ class Http:
         return await self._bounded("POST", path, body, timeout_s or self.timeouts.control_s)
 
     async def post(self, path: str, body: bytes) -> Answer:
-        """POST without a bound on the whole call: for generations."""
+        """POST without a bound on the whole call: for generations. Answers that arrive together are
+        handed on in turns."""
         async with self._request("POST", path, body) as response:
-            return await self._read(response, path)
+            answer = await self._read(response, path)
+        await self._turns.take()
+        return answer
 
     @asynccontextmanager
     async def stream(self, path: str, body: bytes) -> AsyncIterator[Answer | AsyncIterator[bytes]]:

@@ -35,9 +35,9 @@ class _Models(msgspec.Struct, frozen=True):
     data: list[Model]
 
 
-async def served_models(http: Http, model: str) -> list[Model]:
+async def listed_models(http: Http) -> list[Model]:
     """What ``/v1/models`` lists. Raises ``InvalidInput``: field ``url`` when what answers is no such
-    server, ``api_key`` when it wants one, ``model`` when it serves others."""
+    server, ``api_key`` when it wants one."""
     answer = await ask(http, "/v1/models")
     if answer.status in (401, 403):
         raise InvalidInput(f"{http.url} refused the key: {message_of(answer)}", field="api_key")
@@ -46,10 +46,16 @@ async def served_models(http: Http, model: str) -> list[Model]:
             f"no inference server at {http.url}: /v1/models gave {describe(answer)}", field="url"
         )
     try:
-        models = msgspec.json.decode(answer.body, type=_Models).data
+        return msgspec.json.decode(answer.body, type=_Models).data
     except (msgspec.DecodeError, UnicodeDecodeError):
         message = f"no inference server at {http.url}: /v1/models gave {describe(answer)}"
         raise InvalidInput(message, field="url") from None
+
+
+async def served_models(http: Http, model: str) -> list[Model]:
+    """The listed models, ``model`` first. Raises ``InvalidInput`` (field ``model``) when the server has
+    others, and as ``listed_models`` does."""
+    models = await listed_models(http)
     names = [served.id for served in models]
     if model not in names:
         near = get_close_matches(model, names, n=1, cutoff=0.4)

@@ -36,6 +36,19 @@ def make_backend(spec: BackendSpec, model: str) -> Backend:
     return VllmBackend(http, model, engine=spec.kind.value)
 
 
+async def list_models(spec: BackendSpec) -> list[str]:
+    """Names of what the server at ``spec.url`` serves. Raises ``InvalidInput`` when it is none."""
+    from rollserve.backend.http import Http
+    from rollserve.backend.probing import listed_models
+
+    key = None if spec.api_key is None else spec.api_key.get_secret_value()
+    http = Http(spec.url, api_key=key)
+    try:
+        return [model.id for model in await listed_models(http)]
+    finally:
+        await http.close()
+
+
 def _seconds(options: dict[str, Any], name: str, default: float) -> float:
     value = options.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 3600:

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rollserve import config
-from rollserve.backend.registry import make_backend
+from rollserve.build.catalogs import NO_SANDBOX, runtime_reports
+from rollserve.build.probes import identify
 from rollserve.cli.output import out, print_json
 from rollserve.errors import ConfigError, RollserveError
-from rollserve.records.policy import BackendKind, BackendSpec
-from rollserve.sandbox.registry import make_runtime, runtime_names
+from rollserve.sandbox.base import RuntimeReport
 
 OPEN_FILES_WANTED = 8192
 FREE_DISK_WANTED_GB = 2.0
@@ -55,14 +55,13 @@ def _disk(path: Path) -> Finding:
     return Finding("disk", "ok", text)
 
 
-def _runtime(name: str, data_dir: Path, default: str) -> Finding:
-    report = make_runtime(name, data_dir).report()
-    label = f"runtime {name}"
+def _runtime(report: RuntimeReport, default: str) -> Finding:
+    label = f"runtime {report.name}"
     if not report.usable:
-        level = "problem" if name == default else "note"
+        level = "problem" if report.name == default else "note"
         return Finding(label, level, report.detail or "does not work here", report.remedy)
     enforced = f"; bounds it can enforce: {', '.join(report.enforces) or 'none'}"
-    if not report.isolated and name != "none":
+    if not report.isolated and report.name != NO_SANDBOX:
         return Finding(label, "note", f"UNSAFE: isolates nothing{enforced}", "for trusted tasks only")
     return Finding(label, "ok", f"{report.detail or 'works'}{enforced}")
 
@@ -84,23 +83,13 @@ def _extras() -> list[Finding]:
 
 
 async def _backend(url: str) -> Finding:
-    """Tries the kinds it could be; the first that answers is named."""
-    complaints = []
-    for kind in (BackendKind.VLLM, BackendKind.OPENAI):
-        backend = make_backend(BackendSpec(url=url, kind=kind), "")
-        try:
-            info = await asyncio.wait_for(backend.probe(), timeout=30)
-        except (RollserveError, TimeoutError) as error:
-            complaints.append(f"{kind.value}: {error or 'no answer within 30 s'}")
-            continue
-        finally:
-            await backend.close()
-        text = f"{info.engine}, serves {', '.join(info.models)}, logprobs {info.logprobs_mode}"
-        level = "note" if info.warnings else "ok"
-        return Finding(f"backend {url}", level, text, "; ".join(info.warnings))
-    return Finding(
-        f"backend {url}", "problem", " | ".join(complaints), "is the server up, and the URL its root?"
-    )
+    try:
+        info = await identify(url)
+    except RollserveError as error:
+        return Finding(f"backend {url}", "problem", str(error), "is the server up, and the URL its root?")
+    text = f"{info.engine}, serves {', '.join(info.models)}, logprobs {info.logprobs_mode}"
+    level = "note" if info.warnings else "ok"
+    return Finding(f"backend {url}", level, text, "; ".join(info.warnings))
 
 
 def _settings(path: Path | None) -> tuple[config.Settings, Finding]:
@@ -119,7 +108,7 @@ async def doctor(path: Path | None, backends: list[str], *, as_json: bool) -> in
     settings, finding = _settings(path)
     findings = [_python(), finding, _open_files(), _disk(settings.data_dir)]
     default = settings.workers.runtime
-    findings += [_runtime(name, settings.data_dir, default) for name in runtime_names()]
+    findings += [_runtime(report, default) for report in runtime_reports(settings)]
     findings += _extras()
     findings += await asyncio.gather(*(_backend(url) for url in backends))
     worst = any(finding.level == "problem" for finding in findings)

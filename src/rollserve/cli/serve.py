@@ -10,6 +10,7 @@ import uvloop
 from rollserve import config
 from rollserve.api.serve import Ready, run_server
 from rollserve.build.logs import configure_logs
+from rollserve.build.process import tune_process
 from rollserve.cli.output import err
 
 
@@ -31,4 +32,5 @@ def serve(config_path: Path | None, overrides: dict[str, Any]) -> None:
     """Raises ``ConfigError`` before anything is started."""
     settings = config.load(config=config_path, overrides=overrides)
     configure_logs(settings.log_level)
+    tune_process()
     uvloop.run(run_server(settings, announce))

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from rollserve import config
-from rollserve.build.server import probe
+from rollserve.build.probes import probe
 from rollserve.build.worker import Workplace, open_workplace, stage_slots
 from rollserve.cli.output import err, fail, out, print_json
 from rollserve.cli.talk import parse_task, print_message, read_text

@@ -17,13 +17,14 @@ from typing import Any
 
 from rich.console import Console
 
+from rollserve.build.catalogs import runtime_reports
 from rollserve.cli.processes import Processes, Running, free_port
 from rollserve.client import Client
+from rollserve.config import Settings
 from rollserve.demo.record import Follower, Record
 from rollserve.demo.view import View
-from rollserve.errors import InfrastructureFailure, RollserveError
+from rollserve.errors import InfrastructureFailure, RollserveError, UnknownName
 from rollserve.records.rollout import RolloutState
-from rollserve.sandbox.registry import make_runtime
 
 OBSERVE_EVERY_S = 0.5
 VLLM_PLUGIN = "rollserve_file"
@@ -60,7 +61,10 @@ def parse(arguments: list[str] | None = None) -> Options:
 
 def check_runtime(options: Options) -> None:
     """Raises ``InfrastructureFailure`` saying what to do when the runtime does not work here."""
-    report = make_runtime(options.runtime, options.output).report()
+    reports = {report.name: report for report in runtime_reports(Settings(data_dir=options.output))}
+    report = reports.get(options.runtime)
+    if report is None:
+        raise UnknownName("runtime", options.runtime, reports, field="--runtime")
     if not report.usable:
         raise InfrastructureFailure(
             f"the {report.name} runtime does not work on this machine: {report.detail}",

@@ -151,3 +151,4 @@ async def _listen(channel: Channel, worker: WorkerSide) -> None:
     decoder = to_worker_decoder()
     while (frame := await channel.read()) is not None:
         worker.handle(decode(decoder, frame))
+        await asyncio.sleep(0)  # a burst of messages must not hold up what runs

@@ -67,6 +67,7 @@ class AttemptRunner:
         self._ports = ports
         self._observer = observer
         self._place = pools.place()
+        self._turns = pools.turns
         limits = self._task.limits
         self._timer = ActiveTimer(ports.clock, total_s=limits.total_s, wall_s=limits.wall_s)
         self._log = AttemptLog(segment, ports.bounds)
@@ -354,6 +355,7 @@ class AttemptRunner:
         self._go_on()
         async with self._timer.ceiling():
             await place()
+            await self._turns.take()
 
     def _go_on(self) -> None:
         """Raises ``AttemptCancelled`` where a cancel came before the task began, or during a release."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollserve.records.rollout import Stage
+from rollserve.turns import Turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,8 @@ class StagePools:
 
     def __init__(self, slots: StageSlots) -> None:
         self.slots = slots
+        self.turns = Turns()
+        """Attempts that enter a stage together go on one after another."""
         self._held = dict.fromkeys((Stage.INIT, Stage.READY, Stage.RUN, Stage.GRADE), 0)
         self._to_init = _Gate(self._init_open, lambda: self._take(Stage.INIT))
         self._to_run = _Gate(self._run_open, self._ready_to_run)

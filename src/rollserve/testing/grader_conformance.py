@@ -48,7 +48,7 @@ class GraderConformance:
     async def subject(self) -> GraderSubject:
         raise NotImplementedError
 
-    def test_what_it_carries_are_paths(self, subject: GraderSubject) -> None:
+    async def test_what_it_carries_are_paths(self, subject: GraderSubject) -> None:
         carry = subject.grader.carry
         assert carry is None or (isinstance(carry, tuple) and all(isinstance(path, str) for path in carry))
 
@@ -66,7 +66,7 @@ class GraderConformance:
     async def test_the_same_again_earns_the_same(self, subject: GraderSubject) -> None:
         assert (await subject.grade(subject.right)).reward == (await subject.grade(subject.right)).reward
 
-    @pytest.mark.parametrize("answer", [None, "", " \n", "\x00", "ü" * 1000, "1" * 100_000, "{" * 5000])
+    @pytest.mark.parametrize("answer", [None, "", " \n", "\x00", "ü" * 1000, "1" * 100_000, "{" * 500])
     async def test_no_answer_crashes_it(self, subject: GraderSubject, answer: str | None) -> None:
         """A typed failure is an answer too: nothing else may leave it."""
         try:

@@ -9,6 +9,7 @@ from openai import AsyncOpenAI
 
 from rollserve.agent.base import AgentResult, Episode
 from rollserve.grader.base import Grading
+from rollserve.records.call import Message
 
 
 class OpenAIAgent:
@@ -59,3 +60,14 @@ def broken(grading: Grading) -> float:
 def add(a: int, b: int) -> int:
     """Add two numbers."""
     return a + b
+
+
+class Chatter:
+    """Says three things, whatever comes back, cut short or not."""
+
+    async def run(self, episode: Episode) -> AgentResult:
+        messages = [Message(role="user", content=episode.task.instruction)]
+        for _ in range(3):
+            reply = await episode.model.chat(messages, tools=episode.tools.schemas)
+            messages += [reply.message, Message(role="user", content="go on")]
+        return AgentResult(answer="")

@@ -1,0 +1,109 @@
+"""The command line as a process, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import Server, add_policy, shell_task
+
+
+async def rollserve(*arguments: str, stdin: str = "", cwd: Path | None = None) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rollserve", *arguments),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=cwd,
+    )
+    out, err = await asyncio.wait_for(process.communicate(stdin.encode()), timeout=90)
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def as_json(*arguments: str, **how: Any) -> Any:
+    code, out, err = await rollserve(*arguments, "--json", **how)
+    assert code == 0, err
+    return json.loads(out)
+
+
+async def test_submit_status_show_and_cancel(server: Server, backend_url: str, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(shell_task().model_dump_json() + "\n" for _ in range(2)))
+    async with server.client() as client:
+        await add_policy(client, backend_url)
+    at = ("--url", server.url)
+    submitted = await as_json("submit", str(tasks), "--policy", "tiny", "-n", "2", "--wait", *at)
+    assert sorted(submitted["rewards"]) == sorted(submitted["groups"])
+    assert all(rewards == [1.0, 1.0] for rewards in submitted["rewards"].values())
+
+    run = await as_json("status", submitted["run_id"], *at)
+    assert run["counts"]["completed"] == 4
+    whole = await as_json("status", *at)
+    assert [entry["id"] for entry in whole["runs"]] == [submitted["run_id"]]
+
+    async with server.client() as client:
+        (rollout, *_) = [r async for r in client.rollouts(run_id=submitted["run_id"])]
+    shown = await as_json("show", rollout.id, "--log", *at)
+    assert shown["rollout"]["reward"] == 1.0
+    assert shown["log"]
+    code, text, _ = await rollserve("show", rollout.id, *at)
+    assert code == 0
+    assert "the answer is 42" in text
+    assert await as_json("cancel", rollout.group_id, *at) == {"ended": 0, "stopping": 0}
+
+
+async def test_errors_are_one_line_and_say_where(server: Server, tmp_path: Path) -> None:
+    at = ("--url", server.url)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(shell_task().model_dump_json() + "\n" + '{"instruction": "x"}\n')
+    cases = [
+        (("submit", str(broken), "--policy", "p", *at), "line 2: grader"),
+        (("submit", str(tmp_path / "none.jsonl"), "--policy", "p", *at), "can't read"),
+        (("show", "rol_nobody", *at), "rol_nobody"),
+        (("status", "--url", "http://127.0.0.1:9"), "rollserve serve"),
+        (("try", str(broken), "--policy", "p", "--backend", "x", *at), "broken.jsonl"),
+        (("serve", "--data-dir", str(tmp_path / "d"), "--set", "workers.conut=3"), "workers.conut"),
+        (("serve", "--data-dir", str(tmp_path / "d"), "--runtime", "bubblewrp"), "bubblewrap"),
+        (("serve", "--data-dir", str(tmp_path / "d"), "--runtime", "process"), "UNSAFE"),
+        (("serve", "--data-dir", str(server.folder / "data"), "--port", "0"), "another server"),
+    ]
+    results = await asyncio.gather(*(rollserve(*arguments) for arguments, _ in cases[:5]))
+    results += await asyncio.gather(*(rollserve(*arguments) for arguments, _ in cases[5:]))
+    for (arguments, words), (code, _, err) in zip(cases, results, strict=True):
+        assert code == 1, arguments
+        assert words in err.replace("\n", " "), (arguments, err)
+        assert "Traceback" not in err
+
+
+async def test_try_shows_one_rollout(server: Server, backend_url: str, runtime: str) -> None:
+    async with server.client() as client:
+        await add_policy(client, backend_url)
+    task = shell_task(runtime=runtime).model_dump_json()
+    code, out, err = await rollserve("try", "-", "--policy", "tiny", "--url", server.url, stdin=task)
+    assert code == 0, err
+    assert "the answer is 42" in out
+    assert "completed: reward 1.0" in out
+
+
+async def test_doctor_looks_at_a_backend(backend_url: str, tmp_path: Path) -> None:
+    found = await as_json("doctor", "--backend", backend_url, cwd=tmp_path)
+    names = {finding["name"]: finding for finding in found["findings"]}
+    assert names[f"backend {backend_url}"]["level"] in ("ok", "note")
+    assert "scripted" in names[f"backend {backend_url}"]["detail"]
+    assert "runtime bubblewrap" in names
+
+
+@pytest.mark.timeout(180)
+async def test_bench_loses_nothing(tmp_path: Path) -> None:
+    report = await as_json("bench", "--episodes", "12", "--turns", "3", "--tokens", "30", cwd=tmp_path)
+    assert report["lost"] == 0
+    assert report["episodes"] == 12 * report["rounds"]
+    assert report["cpu_ms_per_call"] > 0
+    assert report["rss_mb_peak"] > 0
+    assert {"episodes_per_s", "loop_lag_ms_p99"} <= report.keys()

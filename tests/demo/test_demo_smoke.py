@@ -1,0 +1,66 @@
+"""The demo, cut short: every part of it runs, and it reports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollserve.demo.record import Follower, Record
+from rollserve.demo.view import line, render, sparkline
+from rollserve.sandbox.registry import make_runtime
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_demo_trains_a_few_steps_and_leaves_its_report(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rollserve.demo", "--steps", "3", "--json"]
+    if not make_runtime("bubblewrap", tmp_path).report().usable:
+        command += ["--runtime", "process", "--allow-unsafe"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=380, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report == json.loads((tmp_path / "demo-report.json").read_text())
+    assert report["stuck"] == 0
+    assert report["steps"] == 3
+    assert report["rollouts_delivered"] == 3 * 64
+    assert 0.2 < report["success_rate_start"] < 0.6
+    assert report["tokens_sampled"] > 0
+    assert 0 <= report["trainer_idle_share"] <= 1
+    assert report["policy_versions"] == 3
+    assert (tmp_path / "demo-output" / "learning.png").read_bytes().startswith(b"\x89PNG")
+    assert "[assistant]" in (tmp_path / "demo-output" / "trajectory.txt").read_text()
+
+
+def test_an_unsafe_runtime_needs_the_explicit_flag(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rollserve.demo", "--runtime", "process"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "UNSAFE" in done.stdout
+    assert "--allow-unsafe" in done.stdout
+
+
+def test_the_follower_reads_whole_lines_only(tmp_path: Path) -> None:
+    path = tmp_path / "progress"
+    follower = Follower(path)
+    assert follower.new() == []
+    path.write_text('{"event": "train", "run_id": "r"}\n{"event": "st')
+    assert follower.new() == [{"event": "train", "run_id": "r"}]
+    with path.open("a") as more:
+        more.write('ep", "step": 1}\n')
+    assert follower.new() == [{"event": "step", "step": 1}]
+
+
+def test_the_view_says_what_is_known() -> None:
+    record = Record()
+    assert "starting" in line(record)
+    record.take({"event": "train", "run_id": "r"})
+    stats = {"staleness_mean": 1.5, "staleness_max": 2}
+    step = {"event": "step", "began": record.started, "waited_s": 0.0, "reward": 0.5, "version": 3}
+    record.take(step | {"stats": stats})
+    assert "reward 0.50" in line(record)
+    assert render(record).title == "rollserve demo"
+    assert sparkline([0.0, 1.0]) == "▁█"

@@ -52,7 +52,7 @@ def picture(record: Record, path: Path) -> None:
     """Above: reward by step. Below: trainer and rollouts over the same time."""
     figure = Figure(figsize=(10, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, 1, height_ratios=[3, 2])
+    above, below = figure.subplots(2, 1, height_ratios=[3, 2], sharex=True)
     origin = float(record.steps[0]["began"]) if record.steps else record.started
     _learning_curve(above, record, origin)
     _overlap(below, record, origin)

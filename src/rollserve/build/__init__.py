@@ -1,0 +1,2 @@
+"""The composition root: settings in, wired objects out. The only place that sees contracts and
+implementations together."""

@@ -1,0 +1,114 @@
+"""What tasks can name on this machine: runtimes, agents, graders, tools; and the check of a task
+against it, before anything is stored or started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollserve.agent.registry import AgentCatalog
+from rollserve.agent.toolbox import ToolCatalog
+from rollserve.config import Settings, WorkerSettings
+from rollserve.errors import ConfigError, InvalidInput, UnknownName
+from rollserve.grader.registry import GraderCatalog
+from rollserve.records.task import Task
+from rollserve.sandbox.base import Runtime, RuntimeReport
+from rollserve.sandbox.registry import make_runtime, runtime_names
+from rollserve.usercode.hosts import ZygoteHosts
+
+NO_SANDBOX = "none"
+
+
+def make_hosts(settings: Settings) -> ZygoteHosts:
+    return ZygoteHosts(
+        code_dir=settings.code_dir, max_hosts=settings.workers.code_hosts, preload=settings.preload
+    )
+
+
+def make_runtimes(settings: Settings) -> dict[str, Runtime]:
+    """By name; those that isolate nothing only where the settings accept them."""
+    folder = settings.data_dir.absolute() / "runtimes"
+    runtimes: dict[str, Runtime] = {}
+    for name in runtime_names():
+        runtime = make_runtime(name, folder)
+        if name == NO_SANDBOX or settings.workers.allow_unsafe_runtime or runtime.report().isolated:
+            runtimes[name] = runtime
+    return runtimes
+
+
+def check_default_runtime(settings: Settings) -> RuntimeReport:
+    """Raises ``ConfigError`` when the default runtime can't be used here, or not without consent."""
+    workers: WorkerSettings = settings.workers
+    if workers.runtime not in runtime_names():
+        problem = UnknownName("runtime", workers.runtime, runtime_names())
+        raise ConfigError(problem.message, field="workers.runtime", hint=problem.hint)
+    report = make_runtime(workers.runtime, settings.data_dir.absolute() / "runtimes").report()
+    if not report.usable:
+        raise ConfigError(
+            f"the runtime {report.name!r} does not work on this machine: {report.detail}",
+            field="workers.runtime",
+            hint=report.remedy or "`rollserve doctor` says what does",
+        )
+    if not report.isolated and report.name != NO_SANDBOX and not workers.allow_unsafe_runtime:
+        raise ConfigError(
+            f"the runtime {report.name!r} is UNSAFE: it isolates nothing, what a model writes runs as you",
+            field="workers.runtime",
+            hint="--allow-unsafe-runtime accepts that",
+        )
+    return report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Catalogs:
+    agents: AgentCatalog
+    graders: GraderCatalog
+    tools: ToolCatalog
+    runtimes: Mapping[str, Runtime]
+    default_runtime: str
+
+    async def check_task(self, task: Task, field: str) -> None:
+        """Raises ``InvalidInput`` whose field begins with ``field``."""
+        dot = f"{field}." if field else ""
+        try:
+            await self.agents.check(task.agent)
+            await self.graders.check(task.grader)
+            await self.tools.check(task.tools)
+            await self._check_place(task)
+        except InvalidInput as error:
+            error.field = f"{dot}{error.field}" if error.field else field or None
+            raise
+
+    async def _check_place(self, task: Task) -> None:
+        name = task.runtime or self.default_runtime
+        if name not in self.runtimes:
+            if name in runtime_names():
+                raise InvalidInput(
+                    f"the runtime {name!r} isolates nothing and is not accepted by this server",
+                    field="runtime",
+                    hint="start it with --allow-unsafe-runtime",
+                )
+            raise UnknownName("runtime", name, self.runtimes, field="runtime")
+        self.runtimes[name].check_image(task.image)
+        if name == NO_SANDBOX and await self.tools.needs_sandbox(task.tools):
+            raise InvalidInput("a tool of this task acts in a sandbox, and it has none", field="tools")
+        if name == NO_SANDBOX and self._wants_sandbox(task):
+            raise InvalidInput("this grader acts in a sandbox, and the task has none", field="grader.name")
+
+    def _wants_sandbox(self, task: Task) -> bool:
+        return bool(task.grader.name == "command" or task.grader.options.get("carry"))
+
+
+def make_catalogs(settings: Settings, hosts: ZygoteHosts) -> Catalogs:
+    return Catalogs(
+        agents=AgentCatalog(hosts),
+        graders=GraderCatalog(hosts),
+        tools=ToolCatalog(hosts),
+        runtimes=make_runtimes(settings),
+        default_runtime=settings.workers.runtime,
+    )
+
+
+def runtime_reports(settings: Settings) -> list[RuntimeReport]:
+    """Of every runtime there is, usable or not."""
+    folder = settings.data_dir.absolute() / "runtimes"
+    return [make_runtime(name, folder).report() for name in runtime_names()]

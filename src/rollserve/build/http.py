@@ -1,0 +1,83 @@
+"""An ASGI application on a port: uvicorn, started and stopped by whoever owns it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from rollserve.errors import ConfigError, InfrastructureFailure
+
+BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """Signals are the process owner's business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises ``ConfigError``."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except (OSError, OverflowError) as error:
+        sock.close()
+        raise ConfigError(
+            f"can't listen on {host}:{port}: {error}", field="api.port", hint="choose another port or host"
+        ) from error
+    sock.listen(BACKLOG)
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """Where a client on this machine reaches the socket."""
+    host, port = sock.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class HttpServer:
+    """Serves ``app`` on ``sock`` between ``start`` and ``stop``."""
+
+    def __init__(self, app: ASGIApp, sock: socket.socket, *, keep_alive_s: int = 75) -> None:
+        self._sock = sock
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            http="httptools",
+            ws="none",
+            timeout_keep_alive=keep_alive_s,
+            timeout_graceful_shutdown=2,
+        )
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Raises ``InfrastructureFailure`` when it does not come up."""
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._sock]), name="http")
+        async with asyncio.timeout(30):
+            while not self._server.started:
+                if self._serving.done():
+                    raise InfrastructureFailure("the HTTP server ended at its start", operation="http.start")
+                await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        """Finish what is being answered, for two seconds at most. Idempotent."""
+        if self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+            self._serving = None
+        self._sock.close()

@@ -1,0 +1,129 @@
+"""A worker, wired; and its process: ``python -m rollserve.build.worker`` (started by an executor)."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from rollserve.backend.pool import BackendPool
+from rollserve.build.catalogs import Catalogs, make_catalogs, make_hosts
+from rollserve.build.http import HttpServer, bind, url_of
+from rollserve.build.logs import configure_logs
+from rollserve.build.process import tune_process
+from rollserve.config import Settings
+from rollserve.executor.base import BackendReport, FromWorker
+from rollserve.executor.channel import Launch
+from rollserve.executor.worker_main import follow_parent, read_launch, serve
+from rollserve.gateway.http import make_app
+from rollserve.gateway.service import GatewayService
+from rollserve.records.policy import Policy
+from rollserve.rollouts.stages import StageSlots
+from rollserve.rollouts.worker import Worker
+from rollserve.rollouts.worker_ports import WorkerPorts
+from rollserve.store.payloads import FilePayloadStore
+
+Tell = Callable[[FromWorker], object]
+
+PRELOAD = ("renderers.configs", "renderers.reasoning", "rollserve.backend.vllm", "rollserve.backend.openai")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workplace:
+    """Everything an attempt needs on this machine, open."""
+
+    ports: WorkerPorts
+    gateway: GatewayService
+    catalogs: Catalogs
+
+
+@asynccontextmanager
+async def open_workplace(settings: Settings, tell: Tell) -> AsyncIterator[Workplace]:
+    """``tell`` is handed what the backend pools see. Leaving closes gateway, code hosts, sandboxes."""
+    hosts = make_hosts(settings)
+
+    def make_pool(policy: Policy) -> BackendPool:
+        def report(backend_id: str, ok: bool, detail: str) -> None:
+            tell(BackendReport(backend_id=backend_id, ok=ok, detail=detail))
+
+        return BackendPool(model=policy.spec.model, on_report=report)
+
+    catalogs = make_catalogs(settings, hosts)
+    gateway = GatewayService(make_pool)
+    sock = bind(settings.workers.gateway_host, 0)
+    http = HttpServer(make_app(gateway, max_body_bytes=settings.api.max_body_mb << 20), sock)
+    gateway.base_url = url_of(sock)
+    ports = WorkerPorts(
+        runtimes=catalogs.runtimes,
+        default_runtime=catalogs.default_runtime,
+        gateway=gateway,
+        payloads=make_payloads(settings),
+        agents=catalogs.agents,
+        graders=catalogs.graders,
+        open_toolbox=catalogs.tools.open,
+    )
+    try:
+        await hosts.start()
+        await http.start()
+        yield Workplace(ports=ports, gateway=gateway, catalogs=catalogs)
+    finally:
+        await gateway.close()
+        await http.stop()
+        await hosts.close()
+        for runtime in catalogs.runtimes.values():
+            await runtime.close()
+
+
+def make_payloads(settings: Settings) -> FilePayloadStore:
+    return FilePayloadStore(settings.payload_dir, fsync=settings.store.synchronous == "full")
+
+
+def stage_slots(settings: Settings) -> StageSlots:
+    workers = settings.workers
+    return StageSlots(
+        init=workers.init_slots, ready=workers.ready_slots, run=workers.run_slots, grade=workers.grade_slots
+    )
+
+
+async def run_worker(settings: Settings, launch: Launch) -> None:
+    """Serve the server that launched this process until it has enough of it, or is gone."""
+    told: list[Worker] = []
+
+    def tell(message: FromWorker) -> None:
+        for worker in told:
+            worker.send(message)
+
+    async with open_workplace(settings, tell) as place:
+        worker = Worker(
+            place.ports,
+            worker_id=launch.worker_id,
+            slots=stage_slots(settings),
+            gateway_url=place.gateway.base_url,
+        )
+        told.append(worker)
+        await serve(launch, worker)
+
+
+def worker_command(python: str, settings_file: Path) -> list[str]:
+    """How an executor starts this module."""
+    return [python, "-m", "rollserve.build.worker", "--settings", str(settings_file)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--settings", type=Path, required=True, help="settings as JSON, by the server")
+    arguments = parser.parse_args()
+    launch = read_launch()
+    follow_parent(launch)
+    settings = Settings.model_validate_json(arguments.settings.read_text())
+    configure_logs(settings.log_level)
+    tune_process(PRELOAD)
+    uvloop.run(run_worker(settings, launch))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ from pydantic import Field
 from rollserve.records.base import NAME_PATTERN, Name, Record
 from rollserve.records.call import Break, Call, Message, SamplingParams, VersionSpan
 from rollserve.records.delivery import Checkpoint, Lease
-from rollserve.records.policy import Backend, BackendSpec, PolicySpec
+from rollserve.records.policy import MAX_VERSION, Backend, BackendSpec, PolicySpec
 from rollserve.records.rollout import Attempt, Group, Rollout
 from rollserve.records.run import Run, RunSpec
 from rollserve.records.sample import Sample
@@ -49,7 +49,7 @@ class CreatePolicy(PolicySpec):
 class SetVersion(Record):
     """``label`` is what backends call these weights; the version's decimal text when left out."""
 
-    version: Annotated[int, Field(ge=0)]
+    version: Annotated[int, Field(ge=0, le=MAX_VERSION)]
     label: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 

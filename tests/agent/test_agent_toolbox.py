@@ -37,6 +37,16 @@ async def test_built_in_tools_start_no_process(agent_hosts: ZygoteHosts) -> None
         assert tools.code == {}
 
 
+async def test_a_command_that_can_not_be_run_is_an_error_the_model_reads(agent_hosts: ZygoteHosts) -> None:
+    def shell(command: str) -> ExecResult:
+        raise InvalidInput("a command can't hold a NUL byte", field="command")
+
+    async with opened(agent_hosts, "shell", sandbox=FakeSandbox(shell)) as tools:
+        result = await tools.call("shell", '{"command": "a\\u0000b"}')
+    assert result.is_error
+    assert "NUL" in result.text
+
+
 async def test_functions_share_a_host_that_ends_with_the_toolbox(agent_hosts: ZygoteHosts) -> None:
     async with opened(agent_hosts, "my_tools:remember", "my_tools:pid", "my_tools:finish") as tools:
         assert (await tools.call("remember", '{"word": "a"}')).text == "a"

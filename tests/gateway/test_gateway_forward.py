@@ -445,7 +445,7 @@ async def test_unlabelled_tokens_lie_between_start_and_end(world: World) -> None
     assert world.segments[0].calls[0].versions == (VersionSpan(0, 2, 1, 2, True),)
 
 
-LABELS = st.sampled_from(["a", "b", "7", "-1", "x9"])
+LABELS = st.sampled_from(["a", "b", "7", "-1", "x9", "1733012345678"])
 
 
 @given(

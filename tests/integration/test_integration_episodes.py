@@ -74,6 +74,18 @@ async def test_an_agent_of_the_user_drives_the_model_with_the_openai_client(
     assert all(version.startswith("sha256:") for version in attempt.code.values())
 
 
+async def test_an_agent_over_http_that_breaks_on_a_limit_is_truncated_and_graded(
+    server: Server, backend_url: str
+) -> None:
+    agent = AgentSpec(name="my_agents:OpenAIAgent")
+    async with server.client() as client:
+        group = await one(client, backend_url, agent=agent, limits=Limits(max_turns=2))
+    (rollout,) = group.rollouts
+    assert rollout.rollout.state is RolloutState.COMPLETED, rollout.rollout.failure
+    assert rollout.rollout.truncated_by == "max_turns"
+    assert rollout.reward == 0.0
+
+
 async def test_a_crashing_agent_is_a_failure_and_no_reward(server: Server, backend_url: str) -> None:
     async with server.client() as client:
         group = await one(client, backend_url, agent=AgentSpec(name="my_agents:Crasher"))

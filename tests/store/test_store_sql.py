@@ -110,6 +110,31 @@ class TestFile:
                 await work
 
 
+async def test_a_transaction_that_the_database_undid_is_nobodys_success(store: SqlStore) -> None:
+    """SQLite may roll everything back by itself (a full disk). What ran before in the same batch is gone
+    then, and its caller must hear so."""
+    busy = threading.Event()
+
+    def undone(tx: Tx) -> None:
+        tx.conn.exec_driver_sql("ROLLBACK")
+        raise sa.exc.OperationalError("INSERT", {}, Exception("database or disk is full"))
+
+    async def behind(tx_work: Callable[[Tx], object]) -> object:
+        return await store._write(tx_work)
+
+    hold = asyncio.create_task(behind(lambda tx: busy.wait(5)))
+    await asyncio.sleep(0.05)
+    before = asyncio.create_task(open_run(store))
+    await asyncio.sleep(0.05)
+    fails = asyncio.create_task(behind(undone))
+    await asyncio.sleep(0.05)
+    busy.set()
+    await hold
+    outcomes = await asyncio.gather(before, fails, return_exceptions=True)
+    assert all(isinstance(outcome, Unavailable) for outcome in outcomes)
+    assert await store.list_policies() == []
+
+
 class TestMigrations:
     def test_they_make_the_schema(self, url: str) -> None:
         engine = make_engine(url, synchronous="normal", writer=True, connections=1)

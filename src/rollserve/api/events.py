@@ -15,6 +15,7 @@ from rollserve.rollouts.bell import heard
 from rollserve.rollouts.coordinator import Coordinator
 from rollserve.rollouts.events import FeedEvent
 
+MAX_CURSOR = 10**18
 KEEP_ALIVE_S = 15.0
 SEND_TIMEOUT_S = 30.0
 """A reader that takes nothing for so long is cut off; it can come back with its cursor."""
@@ -90,13 +91,15 @@ async def _disconnected(receive: Receive) -> None:
 async def stream(
     request: Request,
     core: Core,
-    after: Annotated[int | None, Query(ge=0, description="Only events numbered higher.")] = None,
+    after: Annotated[
+        int | None, Query(ge=0, le=MAX_CURSOR, description="Only events numbered higher.")
+    ] = None,
     run_id: Annotated[str | None, Query(max_length=256)] = None,
     last_event_id: Annotated[str | None, Header(alias="Last-Event-ID")] = None,
 ) -> Response:
     """Events from a cursor on, oldest first, then as they happen."""
     if last_event_id is not None:
-        if not (last_event_id.isascii() and last_event_id.isdigit()):
+        if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 19):
             raise InvalidInput("not the id of an event", field="Last-Event-ID")
         after = int(last_event_id)
     core.events.check_room()

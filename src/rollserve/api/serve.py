@@ -15,6 +15,7 @@ from rollserve.build.catalogs import NO_SANDBOX, check_default_runtime
 from rollserve.build.http import HttpServer, bind, url_of
 from rollserve.build.server import open_coordinator
 from rollserve.config import Settings
+from rollserve.errors import InfrastructureFailure
 from rollserve.rollouts.coordinator import Coordinator
 
 
@@ -60,11 +61,19 @@ async def open_server(settings: Settings) -> AsyncIterator[tuple[Coordinator, Re
 
 
 async def run_server(settings: Settings, announce: Callable[[Ready], None]) -> None:
-    """Until SIGINT or SIGTERM."""
+    """Until SIGINT or SIGTERM. Raises ``InfrastructureFailure`` when the scheduler has failed: a server
+    that takes groups and runs none is worse than one that is started again."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with open_server(settings) as (_, ready):
+    async with open_server(settings) as (coordinator, ready):
         announce(ready)
-        await stop.wait()
+        ends = [asyncio.create_task(event.wait()) for event in (stop, coordinator.failed)]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+        if coordinator.failed.is_set():
+            raise InfrastructureFailure("the server's scheduler has failed; see its log", operation="serve")

@@ -12,14 +12,16 @@ from pathlib import Path
 
 from rollserve.build.catalogs import make_catalogs, make_hosts
 from rollserve.build.probes import probe
-from rollserve.build.worker import make_payloads, worker_command
+from rollserve.build.worker import make_payloads, stage_slots, worker_command
 from rollserve.config import Settings
 from rollserve.errors import ConfigError
+from rollserve.executor.channel import MAX_UNSENT_BYTES
 from rollserve.executor.local import LocalExecutor
 from rollserve.gateway.samples import build_samples
 from rollserve.rollouts.coordinator import Coordinator
 from rollserve.rollouts.ports import Ports
 from rollserve.store.base import Store
+from rollserve.store.ops.groups import MAX_TASK_CHARS
 from rollserve.store.sql import SqlStore
 
 MAX_SOCKET_PATH = 80
@@ -61,6 +63,8 @@ def socket_folder(data_dir: Path) -> Iterator[Path]:
 
 
 def make_executor(settings: Settings, sockets: Path) -> LocalExecutor:
+    """A worker that is sent as many large tasks as it holds at once must not be taken for one that does
+    not read."""
     settings_file = sockets / "worker.json"
     settings_file.write_text(settings.model_dump_json(exclude={"store": {"url"}}))
     return LocalExecutor(
@@ -68,6 +72,7 @@ def make_executor(settings: Settings, sockets: Path) -> LocalExecutor:
         command=worker_command(sys.executable, settings_file),
         socket_dir=sockets,
         log_dir=settings.data_dir.absolute() / "logs",
+        max_unsent_bytes=max(MAX_UNSENT_BYTES, stage_slots(settings).capacity * MAX_TASK_CHARS),
     )
 
 

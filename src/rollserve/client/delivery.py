@@ -9,18 +9,23 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rollserve.client.http import Transport
-from rollserve.errors import LeaseLost, StaleEpoch
+from rollserve.errors import LeaseLost, QueueFull, RollserveError, StaleEpoch, Unavailable
 from rollserve.records.rollout import Group, Rollout
 from rollserve.records.sample import Sample
 from rollserve.wire import Delivery, LeaseGroups, from_wire, parse_lease
 
+PATIENCE_S = 60.0
+"""How long a stream of groups waits for a server that does not answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class FinishedRollout:
-    """A rollout that has ended, with its samples (none where it failed before the model spoke)."""
+    """A rollout that has ended, with its samples (none where it failed before the model spoke).
+    ``note`` says why one that should have samples has none."""
 
     rollout: Rollout
     samples: list[Sample]
+    note: str | None = None
 
     @property
     def reward(self) -> float | None:
@@ -87,7 +92,9 @@ async def lease(transport: Transport, run_id: str, body: LeaseGroups) -> list[Fi
         FinishedGroup(
             group=Group.model_validate(item.group),
             rollouts=[
-                FinishedRollout(Rollout.model_validate(entry.rollout), [from_wire(s) for s in entry.samples])
+                FinishedRollout(
+                    Rollout.model_validate(entry.rollout), [from_wire(s) for s in entry.samples], entry.note
+                )
                 for entry in item.rollouts
             ],
             lease_id=granted.id,
@@ -125,11 +132,26 @@ class GroupStream:
     async def _fetch(self) -> None:
         try:
             while True:
-                for group in await lease(self._transport, self._run_id, self._body):
+                for group in await self._lease():
                     self._held[group.lease_id] = group
                     await self._ready.put(group)
         except Exception as error:  # handed to the consumer, who raises it
             await self._ready.put(error)
+
+    async def _lease(self) -> list[FinishedGroup]:
+        """Asks again while the server is away (a restart), for ``PATIENCE_S`` at most: what a lost
+        answer held comes back when its lease expires, so another request does no harm."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + PATIENCE_S
+        delay_s = 0.2
+        while True:
+            try:
+                return await lease(self._transport, self._run_id, self._body)
+            except (QueueFull, Unavailable) as error:
+                if loop.time() > until:
+                    raise
+                await asyncio.sleep(error.retry_after_s or delay_s)
+                delay_s = min(5.0, delay_s * 2)
 
     async def _renew(self) -> None:
         while True:
@@ -142,6 +164,8 @@ class GroupStream:
                     await group.renew(self._ttl_s)
                 except (LeaseLost, StaleEpoch):
                     self._held.pop(lease_id, None)  # the consumer learns of it from ack()
+                except RollserveError:  # the server is away: the others, and this one next time
+                    continue
 
     async def groups(self, *, auto_ack: bool) -> AsyncGenerator[FinishedGroup, None]:
         """Yields for ever; ``auto_ack`` acks a group when the next one is asked for."""

@@ -17,7 +17,8 @@ import msgspec
 from rollserve import errors
 from rollserve.wire import JSON, MSGPACK
 
-RETRY_STATUSES = frozenset({429, 502, 503, 504})
+PROXY_STATUSES = frozenset({429, 502, 503, 504})
+"""Of a proxy in between, too: try again."""
 
 
 class RemoteError(errors.RollserveError):
@@ -50,6 +51,8 @@ def to_error(status: int, body: bytes, retry_after: str | None) -> errors.Rollse
         if cls.code == code:
             seconds = float(retry_after) if retry_after and retry_after.replace(".", "").isdigit() else None
             return cls(detail, field=field, hint=hint, retry_after_s=seconds)
+    if status in PROXY_STATUSES and not code:
+        return errors.Unavailable(detail)
     return RemoteError(detail, code=code or "unknown", status=status, field=field, hint=hint)
 
 

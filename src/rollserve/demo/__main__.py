@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from rollserve.records.rollout import RolloutState
 
 OBSERVE_EVERY_S = 0.5
 VLLM_PLUGIN = "rollserve_file"
+UNSAFE_RUNTIME = "process"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,30 +53,36 @@ def parse(arguments: list[str] | None = None) -> Options:
     parser.add_argument(
         "--allow-unsafe",
         action="store_true",
-        help="accept `--runtime process`, which isolates nothing: tool calls run as you",
+        help="where the runtime does not work, use `process`, which isolates nothing: tool calls run as you",
     )
     parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"))
     parser.add_argument("--json", action="store_true", help="print the report as JSON at the end")
     return Options(**vars(parser.parse_args(arguments)))
 
 
-def check_runtime(options: Options) -> None:
-    """Raises ``InfrastructureFailure`` saying what to do when the runtime does not work here."""
+def check_runtime(options: Options, console: Console) -> Options:
+    """The options, with the runtime ``process`` where the one asked for does not work and
+    ``--allow-unsafe`` was given. Raises ``InfrastructureFailure`` saying what to do otherwise."""
     reports = {report.name: report for report in runtime_reports(Settings(data_dir=options.output))}
     report = reports.get(options.runtime)
     if report is None:
         raise UnknownName("runtime", options.runtime, reports, field="--runtime")
     if not report.usable:
-        raise InfrastructureFailure(
-            f"the {report.name} runtime does not work on this machine: {report.detail}",
-            hint=f"{report.remedy}; or, knowing that it isolates nothing, "
-            "run `./scripts/demo --runtime process --allow-unsafe`",
-        )
-    if not report.isolated and not options.allow_unsafe:
-        raise InfrastructureFailure(
-            f"the runtime {report.name!r} is UNSAFE: what the model writes runs as you, on this machine",
-            hint="add --allow-unsafe to go on all the same",
-        )
+        trouble = f"the {report.name} runtime does not work on this machine: {report.detail}"
+        if not options.allow_unsafe or report.name == UNSAFE_RUNTIME:
+            raise InfrastructureFailure(
+                trouble,
+                hint=f"{report.remedy}; or, knowing that it isolates nothing, "
+                "run `./scripts/demo --allow-unsafe`",
+            )
+        console.print(f"{trouble}; falling back to {UNSAFE_RUNTIME!r}", markup=False)
+        options, report = replace(options, runtime=UNSAFE_RUNTIME), reports[UNSAFE_RUNTIME]
+    if not report.isolated:
+        warning = f"the runtime {report.name!r} is UNSAFE: what the model writes runs as you, on this machine"
+        if not options.allow_unsafe:
+            raise InfrastructureFailure(warning, hint="add --allow-unsafe to go on all the same")
+        console.print(warning, style="bold red", markup=False)
+    return options
 
 
 class Demo:
@@ -239,7 +246,7 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        check_runtime(options)
+        options = check_runtime(options, console)
         data = asyncio.run(Demo(options, console).run())
     except RollserveError as error:
         console.print(f"the demo stopped: {error}", style="red", markup=False)

@@ -139,10 +139,12 @@ class Training:
         tasks = [demo_task(self._eval_rng, self._plan.runtime) for _ in range(self._plan.eval_tasks)]
         await run.submit(tasks, num_rollouts=1)
         rewards: list[float] = []
+        ended = 0
         async with aclosing(run.groups(prefetch=16)) as groups:
             async for group in groups:
                 rewards += [reward for reward in group.rewards if reward is not None]
-                if len(rewards) + sum(r is None for r in group.rewards) >= len(tasks):
+                ended += len(group.rewards)
+                if ended >= len(tasks):
                     await group.ack()
                     break
                 self._progress.write("eval", when=when, done=len(rewards), of=len(tasks))

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 
 from rollserve.errors import InfrastructureFailure
-from rollserve.executor.base import AttemptEnded, FromWorker, ToWorker
+from rollserve.executor.base import AttemptEnded, BackendReport, FromWorker, ToWorker
 from rollserve.executor.channel import MAX_UNSENT_BYTES, Channel, Join, Launch, decode, to_worker_decoder
 
 _PR_SET_PDEATHSIG = 1
@@ -137,10 +137,12 @@ async def _signalled() -> AsyncIterator[asyncio.Future[None]]:
 
 
 def _sender(channel: Channel) -> Callable[[FromWorker], bool]:
-    """While the server is slow to read, what it can do without is not sent: only ends are."""
+    """While the server is slow to read, what it can do without is not sent: only ends are, and what is
+    told once (a backend that failed or came back)."""
 
     def send(message: FromWorker) -> bool:
-        if channel.unsent_bytes > MAX_UNSENT_BYTES // 4 and not isinstance(message, AttemptEnded):
+        told_once = isinstance(message, (AttemptEnded, BackendReport))
+        if channel.unsent_bytes > MAX_UNSENT_BYTES // 4 and not told_once:
             return False
         return channel.write(message)
 

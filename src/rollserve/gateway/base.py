@@ -35,7 +35,7 @@ class SessionSpec:
 
 class Session(Protocol):
     """What a running agent holds: a secret and an address, valid for one attempt. ``counts``,
-    ``call_ids`` and ``conversation`` can still be read after ``close``."""
+    ``call_ids``, ``refused_for`` and ``conversation`` can still be read after ``close``."""
 
     @property
     def id(self) -> str: ...
@@ -51,6 +51,10 @@ class Session(Protocol):
 
     @property
     def call_ids(self) -> list[str]: ...
+    @property
+    def refused_for(self) -> str | None:
+        """The limit that its newest call ran into; None when that was served, or failed otherwise. An
+        agent that speaks HTTP hears of a limit as an error of its client, and may crash on it."""
 
     def conversation(self) -> list[Message]:
         """Root to the newest call, model turns included."""

@@ -67,6 +67,7 @@ class Conversation:
         self.in_flight = 0
         self.waiting = 0
         self.call_ids: list[str] = []
+        self.refused_for: str | None = None
         self.counts = {"turns": 0, "sampled_tokens": 0, "prompt_tokens": 0, "breaks": 0, "inexact": 0}
         self._opened = time.monotonic()
         self._contexts: dict[str, tuple[list[int], list[int], list[int]]] = {}
@@ -74,6 +75,17 @@ class Conversation:
     async def forward(self, request: ChatRequest, listener: Listener | None = None) -> Answer:
         """Raises ``SessionClosed``, ``LimitReached``, ``ContextTooLong``, ``InvalidInput``,
         ``BackendError``. Cancelling it aborts the generation at the backend; nothing is recorded then."""
+        self.refused_for = None
+        try:
+            return await self._within_limits(request, listener)
+        except LimitReached as error:
+            self.refused_for = error.limit
+            raise
+        except ContextTooLong:
+            self.refused_for = "context_tokens"
+            raise
+
+    async def _within_limits(self, request: ChatRequest, listener: Listener | None) -> Answer:
         self._admit()
         wall_s = self.spec.limits.wall_s
         self.in_flight += 1

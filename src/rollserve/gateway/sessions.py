@@ -49,6 +49,10 @@ class GatewaySession:
     def call_ids(self) -> list[str]:
         return list(self.conversation_state.call_ids)
 
+    @property
+    def refused_for(self) -> str | None:
+        return self.conversation_state.refused_for
+
     def conversation(self) -> list[Message]:
         newest = self.conversation_state.tree.newest
         return [] if newest is None else newest.conversation()

@@ -9,6 +9,7 @@ import numpy as np
 
 from rollserve.backend.base import Generation, LabelSpan
 from rollserve.records.call import SamplingParams, VersionSpan, pack_floats
+from rollserve.records.policy import MAX_VERSION
 
 
 def version_spans(
@@ -16,7 +17,8 @@ def version_spans(
 ) -> tuple[VersionSpan, ...]:
     """A span for each of ``count`` tokens, in order. ``known`` maps what the backend calls its weights
     to our version; another label counts when it is a number itself. Tokens without either lie in
-    ``[low, high]``, the policy's version at the generation's start and end, and are marked inferred."""
+    ``[low, high]``, the policy's version at the generation's start and end, and are marked inferred. So
+    are those under a number that can be no version (a time stamp, say)."""
     spans: list[VersionSpan] = []
     at = 0
     for span in sorted(labels or (), key=lambda item: item.start):
@@ -25,7 +27,7 @@ def version_spans(
             continue
         if start > at:
             spans.append(VersionSpan(at, start, low, high, True))
-        version = known.get(span.label, int(span.label) if span.label.isdecimal() else None)
+        version = known.get(span.label, _number(span.label))
         if version is None:
             spans.append(VersionSpan(start, end, low, high, True))
         else:
@@ -34,6 +36,13 @@ def version_spans(
     if at < count:
         spans.append(VersionSpan(at, count, low, high, True))
     return tuple(spans)
+
+
+def _number(label: str) -> int | None:
+    if not (label.isdecimal() and len(label) <= len(str(MAX_VERSION))):
+        return None
+    number = int(label)
+    return number if number <= MAX_VERSION else None
 
 
 def inexact(

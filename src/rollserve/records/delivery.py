@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 from rollserve.records.base import Record
-
-
-class DeliveryState(StrEnum):
-    LEASED = "leased"
-    ACKED = "acked"
-    COMMITTED = "committed"
 
 
 class Lease(Record):

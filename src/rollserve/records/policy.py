@@ -9,6 +9,9 @@ from pydantic import Field, SecretStr
 
 from rollserve.records.base import JsonObject, Name, Record
 
+MAX_VERSION = 2**31 - 1
+"""Versions stand beside tokens as int32."""
+
 
 class RendererSpec(Record):
     """How messages become token ids. ``name`` is one of the ``renderers`` package's (``qwen3``,

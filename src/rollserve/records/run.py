@@ -25,7 +25,7 @@ class SamplingSettings(Record):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=1_000_000)] = -1
     max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
-    seed: int | None = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
 
 
 class RetrySettings(Record):

@@ -11,6 +11,13 @@ from rollserve.records.base import JsonObject, Record
 PositiveS = Annotated[float, Field(gt=0, le=7 * 86400)]
 
 
+Path = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
+"""In a sandbox."""
+
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
+Value = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+
+
 class Limits(Record):
     """Budgets of one attempt. Times are seconds of *active* time (queues and pauses don't count),
     save ``wall_s``, which always holds."""
@@ -51,11 +58,11 @@ class Task(Record):
     instruction: Annotated[str, Field(min_length=1, max_length=1_000_000)]
     image: Annotated[str, Field(min_length=1, max_length=4096)] = "host"
     runtime: str | None = None
-    files: Annotated[dict[str, str], Field(max_length=1000)] = {}
-    env: Annotated[dict[str, str], Field(max_length=200)] = {}
+    files: Annotated[dict[Path, str], Field(max_length=1000)] = {}
+    env: Annotated[dict[Variable, Value], Field(max_length=200)] = {}
     agent: AgentSpec = AgentSpec()
     tools: Annotated[list[str], Field(max_length=128)] = ["shell", "submit"]
     grader: GraderSpec
     limits: Limits = Limits()
-    artifacts: Annotated[list[str], Field(max_length=100)] = []
+    artifacts: Annotated[list[Path], Field(max_length=100)] = []
     metadata: JsonObject = {}

@@ -186,9 +186,12 @@ class AttemptRunner:
             if error.limit == "wall_s":
                 return error
             self._log(f"truncated: {error}")
-            result = AgentResult(truncated_by=error.limit)
+            result = AgentResult(answer=_said(cast.session), truncated_by=error.limit)
         except AgentFailure as error:
-            return error
+            if (limit := cast.session.refused_for) is None or limit == "wall_s":
+                return error
+            self._log(f"truncated: the agent ended on its limit {limit}")
+            result = AgentResult(answer=_said(cast.session), truncated_by=limit)
         self._outcome.result = result
         return None
 
@@ -380,3 +383,9 @@ class AttemptRunner:
         while task is not None and task.cancelling():
             task.uncancel()
         self._outcome.failure = AttemptCancelled(self._cancelled or "abandoned", operation="cancel")
+
+
+def _said(session: Session) -> str | None:
+    """The model's last words: the answer of an agent that was stopped before it could give one."""
+    texts = (message.content.strip() for message in session.conversation() if message.role == "assistant")
+    return next((text for text in reversed(list(texts)) if text), None)

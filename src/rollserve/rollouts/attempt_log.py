@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from rollserve.errors import RollserveError
 from rollserve.rollouts.worker_ports import Bounds
 from rollserve.store.base import Segment
 
 
 class AttemptLog:
-    """Writes lines to the attempt's segment. A disk that is full must not fail an attempt for the
-    sake of a line: ``trouble`` remembers it instead."""
+    """Writes lines to the attempt's segment. A disk that is full, or a segment that is closed
+    already, must not fail an attempt for the sake of a line: ``trouble`` remembers it instead."""
 
     def __init__(self, segment: Segment, bounds: Bounds) -> None:
         self._segment = segment
@@ -26,6 +27,6 @@ class AttemptLog:
             line = "[the log is over its limit; later lines are not kept]"
         try:
             self._segment.append_log(line)
-        except OSError as error:
+        except (OSError, UnicodeError, RollserveError) as error:
             self._left = 0
             self.trouble.append(f"log: {error}")

@@ -43,6 +43,8 @@ class Coordinator:
         happened = Bell()
         finished = Bells()
         self.closing = asyncio.Event()
+        self.failed = asyncio.Event()
+        """A loop of ours has ended with an error, which is a bug: whoever runs the server should end it."""
         self.tally = Tally()
         self._lag = LoopLag()
         self._board = Board()
@@ -99,11 +101,16 @@ class Coordinator:
         return recovery
 
     async def _live(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._scheduler.run(), name="scheduler")
-            tasks.create_task(self.events.run(), name="events")
-            tasks.create_task(self._lag.run(), name="loop lag")
-            tasks.create_task(expire_leases(self._ports, self.deliveries), name="leases")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._scheduler.run(), name="scheduler")
+                tasks.create_task(self.events.run(), name="events")
+                tasks.create_task(self._lag.run(), name="loop lag")
+                tasks.create_task(expire_leases(self._ports, self.deliveries), name="leases")
+        except BaseExceptionGroup:
+            log.exception("a loop has failed: nothing is scheduled any more")
+            self.failed.set()
+            raise
 
     def begin_stop(self) -> None:
         """Answer waiting leases, end streams, start no attempt. Idempotent."""
@@ -133,7 +140,7 @@ class Coordinator:
         except asyncio.CancelledError:
             log.debug("stopped")
         except BaseExceptionGroup:
-            log.exception("a loop had failed")
+            log.debug("stopped after a loop had failed")
 
     @property
     def workers(self) -> int:

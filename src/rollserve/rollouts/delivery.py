@@ -179,7 +179,12 @@ class Deliveries:
         groups: list[FinishedGroup] = []
         if lease is not None:
             lease, groups = await self._fill(lease, wanted, spec)
-        policy = await self._policies.get(spec.policy)
+        try:
+            policy = await self._policies.get(spec.policy)
+        except BaseException:
+            if lease is not None:
+                await self._give_back(lease.id)
+            raise
         return Delivered(lease=lease, groups=groups, policy_version=policy.version)
 
     async def _wait(self, run_id: str, wanted: Wanted) -> Lease | None:

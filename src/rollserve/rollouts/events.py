@@ -102,15 +102,19 @@ class EventFeed:
 
     async def run(self) -> None:
         """Follow the store while there are readers; until cancelled."""
+        behind = False
         while True:
             wanted = self._wanted.listen()
             if not self._readers:
                 self._recent.clear()
                 await wanted.wait()
-                self._tail = await self._last_seq(self._tail)
-                self._fresh.ring()
+                behind = True
             rung = self._happened.listen()
             try:
+                if behind:
+                    self._tail = await self._last_seq(self._tail)
+                    behind = False
+                    self._fresh.ring()
                 more = await self._follow()
             except Exception:
                 log.exception("could not read events")

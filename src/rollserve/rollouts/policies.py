@@ -49,6 +49,7 @@ class Policies:
         self._changed = changed
         self._happened = happened
         self._telling = asyncio.Lock()
+        self._changing = asyncio.Lock()
         # Workers outlive a server: revisions must grow over its restarts too.
         self._revision = int(ports.clock.now() * 1000)
 
@@ -101,9 +102,10 @@ class Policies:
         URL again replaces its settings and makes it active."""
         policy = await self._store.get_policy(name)
         info = await self._checked(spec, policy.spec.model)
-        known = {backend.spec.url: backend.id for backend in await self._store.list_backends(name)}
-        backend = Backend(id=known.get(spec.url) or new_id("be"), policy=name, spec=spec, info=info)
-        await self._store.put_backend(backend)
+        async with self._changing:
+            known = {backend.spec.url: backend.id for backend in await self._store.list_backends(name)}
+            backend = Backend(id=known.get(spec.url) or new_id("be"), policy=name, spec=spec, info=info)
+            await self._store.put_backend(backend)
         await self.tell(name)
         return backend
 
@@ -133,15 +135,17 @@ class Policies:
 
     async def drain(self, name: str, backend_id: str) -> Backend:
         """No new session goes there; those that are there move at their next call."""
-        backend = await self.backend(name, backend_id)
-        draining = backend.model_copy(update={"state": BackendState.DRAINING})
-        await self._store.put_backend(draining)
+        async with self._changing:
+            backend = await self.backend(name, backend_id)
+            draining = backend.model_copy(update={"state": BackendState.DRAINING})
+            await self._store.put_backend(draining)
         await self.tell(name)
         return draining
 
     async def remove(self, name: str, backend_id: str) -> None:
-        await self.backend(name, backend_id)
-        await self._store.delete_backend(backend_id)
+        async with self._changing:
+            await self.backend(name, backend_id)
+            await self._store.delete_backend(backend_id)
         await self.tell(name)
 
     async def check(self, name: str, backend_id: str) -> BackendCheck:
@@ -156,13 +160,14 @@ class Policies:
 
     async def report(self, report: BackendReport) -> None:
         """A worker saw a backend fail or come back. One that drains, or is gone, stays so."""
-        try:
-            backend = await self._store.get_backend(report.backend_id)
-        except NotFound:
-            return
-        state = BackendState.ACTIVE if report.ok else BackendState.FAILED
-        if backend.state in (state, BackendState.DRAINING):
-            return
-        error = None if report.ok else report.detail
-        await self._store.put_backend(backend.model_copy(update={"state": state, "error": error}))
+        async with self._changing:
+            try:
+                backend = await self._store.get_backend(report.backend_id)
+            except NotFound:
+                return
+            state = BackendState.ACTIVE if report.ok else BackendState.FAILED
+            if backend.state in (state, BackendState.DRAINING):
+                return
+            error = None if report.ok else report.detail
+            await self._store.put_backend(backend.model_copy(update={"state": state, "error": error}))
         await self.tell(backend.policy)

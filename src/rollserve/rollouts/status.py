@@ -74,7 +74,7 @@ class Status:
             waiting_leases=self._deliveries.waiting,
             event_readers=self._feed.readers,
             loop_lag_ms_p99=max(self._lag.p99_ms, self._fleet.loop_lag_ms_p99),
-            backends=[backend | live.get(backend["id"], {}) for backend in self._backends],
+            backends=[live.get(backend["id"], {}) | backend for backend in self._backends],
         )
 
     async def _refresh(self) -> None:

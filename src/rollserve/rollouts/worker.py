@@ -190,7 +190,15 @@ class Worker:
         finally:
             del self._runners[start.attempt_id]
         if attempt is not None:
+            self._report_end(start, attempt)
+
+    def _report_end(self, start: StartAttempt, attempt: Attempt) -> None:
+        try:
             self._ended(attempt)
+        except ValueError as error:  # text that is no UTF-8, say: the server must hear of it all the same
+            logger.exception("the end of attempt %s can't be told", start.attempt_id)
+            plain = str(error).encode("ascii", "backslashreplace").decode()
+            self._ended(self._failed(start, ValueError(plain), "attempt.report"))
 
     def _failed(self, start: StartAttempt, error: Exception, operation: str) -> Attempt:
         failure = Failure(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from rollserve.errors import InvalidInput
 from rollserve.sandbox.base import Sandbox
 
 
@@ -74,7 +75,10 @@ class ShellTool:
         command = _argument(arguments, "command")
         if isinstance(command, ToolResult):
             return command
-        result = await self._sandbox.exec(command, timeout_s=self._command_s)
+        try:
+            result = await self._sandbox.exec(command, timeout_s=self._command_s)
+        except InvalidInput as error:  # a NUL byte, for one: the model wrote it, the model hears of it
+            return ToolResult(text=f"error: {error}", is_error=True)
         text = result.output.rstrip("\n")
         if result.timed_out:
             note = f"[killed after {self._command_s:g} s]"

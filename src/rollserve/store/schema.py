@@ -30,8 +30,8 @@ class Queue(IntEnum):
 
 
 class Handover(StrEnum):
-    """Values of ``deliveries.state`` and ``leases.state``: those of ``records.delivery.DeliveryState``
-    and ``returned``, for a group that was given back and waits to be leased again."""
+    """Values of ``deliveries.state`` and ``leases.state``. ``returned``: a group that was given back and
+    waits to be leased again."""
 
     LEASED = "leased"
     ACKED = "acked"

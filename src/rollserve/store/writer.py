@@ -128,6 +128,8 @@ class Writer:
                 pending.result = pending.run(tx)
         except Exception as error:
             pending.error = _told(error)
+            if _rolled_back(conn):  # what ran before in this batch is undone too: nobody may hear "done"
+                raise
             return []
         return tx.events
 
@@ -140,6 +142,12 @@ class Writer:
                 pending.future.set_exception(pending.error)
             else:
                 pending.future.set_result(pending.result)
+
+
+def _rolled_back(conn: sa.Connection) -> bool:
+    """Whether the database ended the whole transaction by itself: SQLite may, on a full disk."""
+    raw = conn.connection.dbapi_connection
+    return getattr(raw, "in_transaction", True) is False
 
 
 def _told(error: Exception) -> Exception:

@@ -175,6 +175,7 @@ class FakeSession:
         self.model = FakeModel(self)
         self.counts = dict.fromkeys(("turns", "sampled_tokens", "prompt_tokens", "breaks", "inexact"), 0)
         self.call_ids: list[str] = []
+        self.refused_for: str | None = None
         self.closed = False
         self._messages: list[Message] = []
 

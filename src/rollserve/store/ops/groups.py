@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from rollserve.errors import Conflict, InvalidInput, NotFound, QueueFull
+from rollserve.errors import Conflict, InvalidInput, NotFound, QueueFull, TooLarge
 from rollserve.records.base import new_id
 from rollserve.records.rollout import Group, GroupState, RolloutState
 from rollserve.records.run import RunSpec, RunState
@@ -21,6 +21,8 @@ from rollserve.store.ops.tx import Tx, chunked
 from rollserve.store.schema import Queue, groups, rollouts, run_counts, runs
 
 RETRY_FULL_S = 2.0
+MAX_TASK_CHARS = 8 << 20
+"""It is sent to a worker for each attempt, and held in memory while that runs."""
 
 
 def group_of(row: Any, task: Task | None = None) -> Group:
@@ -64,14 +66,23 @@ class Prepared:
 
 
 def prepare(new: Sequence[NewGroup]) -> list[Prepared]:
-    """Raises ``InvalidInput`` for a group of fewer than one rollout."""
+    """Raises ``InvalidInput`` for a group of fewer than one rollout, ``TooLarge`` for a task that would
+    not fit a message to a worker."""
     for position, group in enumerate(new):
         if group.num_rollouts < 1:
             raise InvalidInput("must be 1 or more", field=f"groups.{position}.num_rollouts")
-    return [
-        Prepared(group, group.task.model_dump_json(), None if group.key is None else body_digest(group))
-        for group in new
-    ]
+    return [_prepared(group, position) for position, group in enumerate(new)]
+
+
+def _prepared(group: NewGroup, position: int) -> Prepared:
+    task_json = group.task.model_dump_json()
+    if len(task_json) > MAX_TASK_CHARS:
+        raise TooLarge(
+            f"a task may have {MAX_TASK_CHARS} characters as JSON, not {len(task_json)}",
+            field=f"groups.{position}.task",
+            hint="put large files into the image",
+        )
+    return Prepared(group, task_json, None if group.key is None else body_digest(group))
 
 
 def body_digest(group: NewGroup) -> str:

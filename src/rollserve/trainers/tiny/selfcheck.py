@@ -121,7 +121,6 @@ class Check:
     rollouts: int = 8
     learning_rate: float = 3e-4
     eval_tasks: int = 256
-    goal: float = 0.9
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """CPU of the server per rollout, from submit to ack, over HTTP; and how late its event loop gets.
 
-    PYTHONPATH=src python tests/server/measure_server.py [--groups 500] [--rollouts 8] [--form msgpack]
+    .venv/bin/python bench/server.py [--groups 500] [--rollouts 8] [--form msgpack]
 
 The client is another process; workers are played in the server's (their part is a few µs each).
 """

@@ -1,4 +1,4 @@
-"""Figures, not a test: ``PYTHONPATH=src python tests/store/measure_store.py``."""
+"""Figures, not a test: ``.venv/bin/python bench/store.py``."""
 
 from __future__ import annotations
 

@@ -170,6 +170,10 @@ BAD_VALUES: list[tuple[str, str, Any, str, str]] = [
         ("GET", "/v1/rollouts?cursor=x", None, "cursor", ""),
         ("GET", "/v1/policies?cursor=x", None, "cursor", ""),
         ("GET", "/v1/events?after=-1", None, "after", "greater"),
+        ("GET", f"/v1/events?after={10**30}", None, "after", "less"),
+        ("POST", "/v1/policies/pol/version", {"version": 2**31}, "version", "less"),
+        ("POST", "/v1/policies", {**POLICY, "renderer": {"name": "qwen33"}}, "renderer.name", "'qwen3'"),
+        ("POST", "/v1/runs", {"policy": "pol", "sampling": {"seed": 2**64}}, "sampling.seed", "less"),
     ]  # fmt: skip
 
 

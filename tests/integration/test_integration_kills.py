@@ -114,8 +114,10 @@ async def test_cancel_reaches_the_backend_and_the_sandbox(
         run = await client.open_run(OpenRun(policy="tiny"))
         (group,) = await run.submit([shell_task()], num_rollouts=2)
         await until_running(client, 2)
-        await until(lambda: len(engine.running) >= 0)
+        await until(lambda: engine.started - engine.finished - engine.aborted == 2)
+        before = engine.aborted
         await client.cancel_group(group.id)
+        await until(lambda: engine.aborted == before + 2)
         acked: list[str] = []
         await drain(client, run.id, acked, 1)
         rollouts = (await client.group(group.id)).rollouts

@@ -62,7 +62,7 @@ class LingeringResponse(Response):
     """An answer to a request that is still being sent. Closing at once would reset the connection and
     take the answer with it, so a little more of the body is read, and thrown away, before."""
 
-    LINGER_BYTES = 4 << 20
+    LINGER_BYTES = 512 << 20
     LINGER_S = 2.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

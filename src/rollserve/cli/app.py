@@ -105,6 +105,9 @@ def try_(
     renderer: Annotated[str, typer.Option(help="Renderer of --model.")] = "qwen3",
     keep: Annotated[bool, typer.Option("--shell", help="On failure open a shell in the sandbox.")] = False,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
+    allow_unsafe_runtime: Annotated[
+        bool, typer.Option("--allow-unsafe-runtime", help="Accept a runtime that isolates nothing.")
+    ] = False,
     config: Config = None,
     url: Url = None,
     api_key: Key = None,
@@ -124,7 +127,8 @@ def try_(
         renderer=renderer,
         temperature=temperature,
     )
-    run_async(try_task(task, target, config=config, shell=keep, as_json=as_json))
+    unsafe = allow_unsafe_runtime
+    run_async(try_task(task, target, config=config, shell=keep, allow_unsafe=unsafe, as_json=as_json))
 
 
 @app.command()

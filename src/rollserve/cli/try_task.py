@@ -193,11 +193,13 @@ async def _play(place: Workplace, settings: Settings, start: StartAttempt, quiet
     return attempt
 
 
-async def try_task(file: Path, target: Target, *, config: Path | None, shell: bool, as_json: bool) -> int:
+async def try_task(
+    file: Path, target: Target, *, config: Path | None, shell: bool, allow_unsafe: bool, as_json: bool
+) -> int:
     """Exit code 0 when the rollout was graded."""
     task = parse_task(await asyncio.to_thread(read_text, file), str(file))
     with tempfile.TemporaryDirectory(prefix="rollserve-try-") as folder:
-        settings = _settings(config, Path(folder), task)
+        settings = _settings(config, Path(folder), allow_unsafe=allow_unsafe)
         policy, backends = await find_model(target)
         view = PolicyView(
             revision=time.time_ns(),
@@ -206,15 +208,22 @@ async def try_task(file: Path, target: Target, *, config: Path | None, shell: bo
         )
         async with open_workplace(settings, tell=lambda message: None) as place:
             await place.catalogs.check_task(task, "")
+            _warn(place, task)
             place.gateway.update_policy(view)
             attempt = await _play(place, settings, _start(task, policy, target, keep=shell), as_json)
     return _conclude(attempt, as_json=as_json)
 
 
-def _settings(path: Path | None, folder: Path, task: Task) -> Settings:
+def _warn(place: Workplace, task: Task) -> None:
+    report = place.catalogs.runtimes[task.runtime or place.catalogs.default_runtime].report()
+    if not report.isolated:
+        err.print(f"UNSAFE: the runtime {report.name!r} isolates nothing; what the model writes runs as you")
+
+
+def _settings(path: Path | None, folder: Path, *, allow_unsafe: bool) -> Settings:
     """This machine's settings, with data in a folder that goes away."""
     overrides: dict[str, Any] = {"data_dir": folder}
-    if task.runtime == "process":
+    if allow_unsafe:
         overrides["workers"] = {"allow_unsafe_runtime": True}
     return config.load(config=path, overrides=overrides)
 

@@ -57,7 +57,10 @@ def parse(arguments: list[str] | None = None) -> Options:
     )
     parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"))
     parser.add_argument("--json", action="store_true", help="print the report as JSON at the end")
-    return Options(**vars(parser.parse_args(arguments)))
+    options = Options(**vars(parser.parse_args(arguments)))
+    if options.steps < 1:
+        parser.error("--steps must be 1 or more")
+    return options
 
 
 def check_runtime(options: Options, console: Console) -> Options:

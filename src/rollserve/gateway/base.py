@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollserve.agent.base import ModelClient
+from rollserve.errors import InfrastructureFailure, LimitReached
 from rollserve.executor.base import PolicyView
 from rollserve.records.call import Message
 from rollserve.records.run import RunSpec
@@ -35,7 +36,7 @@ class SessionSpec:
 
 class Session(Protocol):
     """What a running agent holds: a secret and an address, valid for one attempt. ``counts``,
-    ``call_ids``, ``refused_for`` and ``conversation`` can still be read after ``close``."""
+    ``call_ids``, ``trouble`` and ``conversation`` can still be read after ``close``."""
 
     @property
     def id(self) -> str: ...
@@ -52,9 +53,9 @@ class Session(Protocol):
     @property
     def call_ids(self) -> list[str]: ...
     @property
-    def refused_for(self) -> str | None:
-        """The limit that its newest call ran into; None when that was served, or failed otherwise. An
-        agent that speaks HTTP hears of a limit as an error of its client, and may crash on it."""
+    def trouble(self) -> LimitReached | InfrastructureFailure | None:
+        """What its newest call ended with, where that was no fault of the agent's; None when it was
+        served. An agent that speaks HTTP hears of it as an error of its client, and may crash on it."""
 
     def conversation(self) -> list[Message]:
         """Root to the newest call, model turns included."""

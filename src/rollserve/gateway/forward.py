@@ -67,7 +67,7 @@ class Conversation:
         self.in_flight = 0
         self.waiting = 0
         self.call_ids: list[str] = []
-        self.refused_for: str | None = None
+        self.trouble: LimitReached | InfrastructureFailure | None = None
         self.counts = {"turns": 0, "sampled_tokens": 0, "prompt_tokens": 0, "breaks": 0, "inexact": 0}
         self._opened = time.monotonic()
         self._contexts: dict[str, tuple[list[int], list[int], list[int]]] = {}
@@ -75,14 +75,14 @@ class Conversation:
     async def forward(self, request: ChatRequest, listener: Listener | None = None) -> Answer:
         """Raises ``SessionClosed``, ``LimitReached``, ``ContextTooLong``, ``InvalidInput``,
         ``BackendError``. Cancelling it aborts the generation at the backend; nothing is recorded then."""
-        self.refused_for = None
+        self.trouble = None
         try:
             return await self._within_limits(request, listener)
-        except LimitReached as error:
-            self.refused_for = error.limit
+        except (LimitReached, InfrastructureFailure) as error:
+            self.trouble = error
             raise
-        except ContextTooLong:
-            self.refused_for = "context_tokens"
+        except ContextTooLong as error:
+            self.trouble = LimitReached("context_tokens", str(error))
             raise
 
     async def _within_limits(self, request: ChatRequest, listener: Listener | None) -> Answer:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from rollserve.agent.base import ModelClient, Reply
-from rollserve.errors import SessionClosed
+from rollserve.errors import InfrastructureFailure, LimitReached, SessionClosed
 from rollserve.gateway.forward import Answer, Conversation, Listener
 from rollserve.records.base import new_id
 from rollserve.records.call import ChatRequest, Message
@@ -50,8 +50,8 @@ class GatewaySession:
         return list(self.conversation_state.call_ids)
 
     @property
-    def refused_for(self) -> str | None:
-        return self.conversation_state.refused_for
+    def trouble(self) -> LimitReached | InfrastructureFailure | None:
+        return self.conversation_state.trouble
 
     def conversation(self) -> list[Message]:
         newest = self.conversation_state.tree.newest

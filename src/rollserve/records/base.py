@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from typing import Annotated, Any
 
@@ -21,7 +22,8 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
 def _bounded_json(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse documents nested deeper than 32: they cost a recursion in every reader."""
+    """Refuse documents nested deeper than 32: they cost a recursion in every reader. And NaN and
+    infinities: JSON has none, so they would come back as something else."""
     stack: list[tuple[Any, int]] = [(value, 1)]
     while stack:
         node, depth = stack.pop()
@@ -31,6 +33,8 @@ def _bounded_json(value: dict[str, Any]) -> dict[str, Any]:
             stack.extend((child, depth + 1) for child in node.values())
         elif isinstance(node, list):
             stack.extend((child, depth + 1) for child in node)
+        elif isinstance(node, float) and not math.isfinite(node):
+            raise ValueError(f"{node} is no number in JSON")
     return value
 
 

@@ -188,10 +188,11 @@ class AttemptRunner:
             self._log(f"truncated: {error}")
             result = AgentResult(answer=_said(cast.session), truncated_by=error.limit)
         except AgentFailure as error:
-            if (limit := cast.session.refused_for) is None or limit == "wall_s":
-                return error
-            self._log(f"truncated: the agent ended on its limit {limit}")
-            result = AgentResult(answer=_said(cast.session), truncated_by=limit)
+            trouble = cast.session.trouble
+            if not isinstance(trouble, LimitReached) or trouble.limit == "wall_s":
+                return trouble or error
+            self._log(f"truncated: the agent ended on {trouble}")
+            result = AgentResult(answer=_said(cast.session), truncated_by=trouble.limit)
         self._outcome.result = result
         return None
 

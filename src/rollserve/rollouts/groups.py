@@ -71,6 +71,7 @@ class Groups:
                 task=group.task,
                 num_rollouts=group.num_rollouts,
                 key=None if key is None else f"{key}/{index}",
+                request_size=len(groups),
             )
             for index, group in enumerate(groups)
         ]

@@ -9,6 +9,7 @@ import msgspec
 
 from rollserve.errors import BackendError, InvalidInput, NotFound
 from rollserve.executor.base import BackendReport, PolicyView
+from rollserve.gateway.rendering import check_renderer
 from rollserve.records.base import new_id
 from rollserve.records.policy import (
     Backend,
@@ -54,9 +55,11 @@ class Policies:
         self._revision = int(ports.clock.now() * 1000)
 
     async def create(self, spec: PolicySpec) -> Policy:
-        """The same spec again returns the policy as it is. Raises ``Conflict`` for another one."""
+        """The same spec again returns the policy as it is. Raises ``Conflict`` for another one,
+        ``InvalidInput`` for a renderer that there is not, or that has no such options."""
         # A subclass (a request's body) would equal no stored specification.
         spec = PolicySpec.model_validate(spec.model_dump())
+        await asyncio.to_thread(check_renderer, spec.renderer)
         await self._store.create_policy(Policy(spec=spec))
         return await self.tell(spec.name)
 

@@ -105,7 +105,7 @@ class ShellSandbox:
         await asyncio.shield(self._begin_close("it was closed"))
 
     def _begin_close(self, reason: str) -> asyncio.Task[None]:
-        if self._closing is None:
+        if self._closing is None or _failed(self._closing):
             if self._ttl is not None:
                 self._ttl.cancel()
             self._shell.shut(f"the sandbox is gone: {reason}")
@@ -161,6 +161,11 @@ class ShellSandbox:
         if answer.code != 0 or answer.shell_exited or answer.payload is None:
             raise SandboxError(f"{what}: {outcome.output.text().strip()}", operation="sandbox.file")
         return answer.payload
+
+
+def _failed(task: asyncio.Task[None]) -> bool:
+    """A close that failed is tried again by the next."""
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def workdir_path(path: str, workdir: str) -> str:

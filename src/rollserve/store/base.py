@@ -31,11 +31,13 @@ class Page(msgspec.Struct, Generic[T], frozen=True):
 
 
 class NewGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A group to be submitted; ``key`` is its idempotency key (unique per run)."""
+    """A group to be submitted; ``key`` is its idempotency key (unique per run). ``request_size`` is how
+    many groups were submitted with it: the key stands for a request of that size."""
 
     task: Task
     num_rollouts: int
     key: str | None = None
+    request_size: int = 1
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,16 @@ from typing import Any
 import msgspec
 
 from rollserve.agent.base import AgentEntry, AgentResult, Episode, Reply
-from rollserve.errors import InvalidInput, NotFound, SandboxError, SessionClosed, TooLarge, UnknownName
+from rollserve.errors import (
+    InfrastructureFailure,
+    InvalidInput,
+    LimitReached,
+    NotFound,
+    SandboxError,
+    SessionClosed,
+    TooLarge,
+    UnknownName,
+)
 from rollserve.executor.base import PolicyView
 from rollserve.gateway.base import SessionSpec
 from rollserve.grader.base import Grade, GraderEntry, Grading
@@ -175,7 +184,7 @@ class FakeSession:
         self.model = FakeModel(self)
         self.counts = dict.fromkeys(("turns", "sampled_tokens", "prompt_tokens", "breaks", "inexact"), 0)
         self.call_ids: list[str] = []
-        self.refused_for: str | None = None
+        self.trouble: LimitReached | InfrastructureFailure | None = None
         self.closed = False
         self._messages: list[Message] = []
 

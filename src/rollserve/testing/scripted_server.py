@@ -65,6 +65,14 @@ class Turns:
         self.script = by_turn(each, header_ids)
         self._pattern = b"," + b",".join(str(token_id).encode() for token_id in header_ids) + b","
         self._choices: dict[tuple[int, str | None], bytes] = {}
+        self._whole: dict[tuple[int, ...], bool] = {}
+
+    def whole(self, stop_ids: tuple[int, ...]) -> bool:
+        """Whether no reply is cut short by these."""
+        if stop_ids not in self._whole:
+            inner = {token_id for reply in self.each for token_id in reply.token_ids[:-1]}
+            self._whole[stop_ids] = inner.isdisjoint(stop_ids)
+        return self._whole[stop_ids]
 
     def index(self, raw_ids: bytes) -> int:
         """Of the reply, from a JSON list without spaces. The one before the first id is never the
@@ -151,7 +159,7 @@ class ScriptedApp:
             and asked.model == engine.model
             and sampling.top_k != 1
             and sampling.temperature > 0
-            and not sampling.stop_token_ids
+            and self.turns.whole(sampling.stop_token_ids)
             and (sampling.max_tokens is None or sampling.max_tokens >= self._longest)
             and bytes(asked.token_ids).count(b",") + 1 + self._longest < engine.context_tokens
         )

@@ -87,7 +87,11 @@ def _prepared(group: NewGroup, position: int) -> Prepared:
 
 def body_digest(group: NewGroup) -> str:
     """SHA-256 of the canonical JSON of what an idempotency key stands for."""
-    body = {"task": group.task.model_dump(mode="json"), "num_rollouts": group.num_rollouts}
+    body = {
+        "task": group.task.model_dump(mode="json"),
+        "num_rollouts": group.num_rollouts,
+        "request_size": group.request_size,
+    }
     return hashlib.sha256(msgspec.json.encode(body, order="deterministic")).hexdigest()
 
 

@@ -12,7 +12,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,7 +46,12 @@ class InstantPool:
         return {}
 
     async def generate(
-        self, session_id: str, request: GenerateRequest, on_tokens: TokenSink | None = None
+        self,
+        session_id: str,
+        request: GenerateRequest,
+        on_tokens: TokenSink | None = None,
+        *,
+        pause: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Routed:
         generation = Generation(token_ids=self.ids, logprobs=self.logprobs, finish_reason="stop")
         return Routed(generation=generation, backend_id="b", info=INFO)

@@ -63,6 +63,7 @@ class WorkerSettings(_Section):
     allow_unsafe_runtime: bool = False
     gateway_host: str = "127.0.0.1"
     code_hosts: Slots = 32
+    code_memory_mb: Annotated[int | None, Field(ge=64)] = None
     shutdown_grace_s: float = 5.0
 
 

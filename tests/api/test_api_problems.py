@@ -152,10 +152,10 @@ async def test_a_body_over_the_limit_behind_a_socket(served: httpx.AsyncClient) 
 BAD_VALUES: list[tuple[str, str, Any, str, str]] = [
         ("POST", "/v1/policies", {**POLICY, "name": "a b"}, "name", "pattern"),
         ("POST", "/v1/policies", {**POLICY, "modle": "x"}, "modle", "'model'"),
+        ("POST", "/v1/policies", {**POLICY, "name": "new", "tokenizer": "/no/such"}, "tokenizer", "no such"),
         ("POST", "/v1/policies", {**POLICY, "context_tokens": 3}, "context_tokens", "16"),
         ("POST", "/v1/runs", {"policy": "poll"}, "policy", "'pol'"),
         ("POST", "/v1/runs", {"policy": "pol", "thinking": "kep"}, "thinking", "'keep'"),
-        ("POST", "/v1/runs", {"policy": "pol", "pinned_version": 9}, "pinned_version", "version 9"),
         ("POST", "/v1/runs", {"policy": "pol", "sampling": {"temp": 1}}, "sampling.temp", "'temperature'"),
         ("POST", "/v1/runs", {"policy": "pol", "failure_rewards": {"grader": 0}}, "failure_rewards.grader",
          "'agent'"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,7 +116,12 @@ class ScriptedPool:
         return {backend.id: {"state": backend.state.value} for backend in self.backends}
 
     async def generate(
-        self, session_id: str, request: GenerateRequest, on_tokens: TokenSink | None = None
+        self,
+        session_id: str,
+        request: GenerateRequest,
+        on_tokens: TokenSink | None = None,
+        *,
+        pause: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Routed:
         self.requests.append(request)
         self.started.set()

@@ -117,14 +117,11 @@ async def test_workers_reports_mark_a_backend(room: Room) -> None:
 # -- runs
 
 
-async def test_a_run_needs_its_policy_and_a_version_it_has(room: Room) -> None:
+async def test_a_run_needs_its_policy_and_finite_rewards(room: Room) -> None:
     await room.core.policies.create(POLICY)
     with pytest.raises(UnknownName, match="did you mean 'pol'") as caught:
         await room.core.runs.open(RunSpec(policy="poll"))
     assert caught.value.field == "policy"
-    with pytest.raises(InvalidInput) as pinned:
-        await room.core.runs.open(RunSpec(policy="pol", pinned_version=1))
-    assert pinned.value.field == "pinned_version"
     with pytest.raises(InvalidInput) as reward:
         await room.core.runs.open(RunSpec(policy="pol", failure_rewards={"agent": float("nan")}))
     assert reward.value.field == "failure_rewards.agent"

@@ -8,6 +8,7 @@ not retry and do not balance: the pool does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
 
 import msgspec
@@ -92,10 +93,16 @@ class Pool(Protocol):
     token has been handed over."""
 
     async def generate(
-        self, session_id: str, request: GenerateRequest, on_tokens: TokenSink | None = None
+        self,
+        session_id: str,
+        request: GenerateRequest,
+        on_tokens: TokenSink | None = None,
+        *,
+        pause: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Routed:
-        """Raises ``BackendUnavailable`` when every backend was tried or none is active within
-        the pool's bounded wait; ``ContextTooLong``; ``BackendError``."""
+        """Time spent waiting for a backend, or before another try, is inside ``pause()``. Raises
+        ``BackendUnavailable`` when every backend was tried or none is active within the pool's bounded
+        wait; ``ContextTooLong``; ``BackendError``."""
 
     def release(self, session_id: str) -> None:
         """The session has ended: forget where it was."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ DEAD_AFTER = 2
 HEALTH_S = 30.0
 
 MakeBackend = Callable[[BackendSpec, str], Backend]
+Pause = Callable[[], AbstractContextManager[None]]
 OnReport = Callable[[str, bool, str], None]
 """Backend id, whether it is well, and why not. Called in the event loop; must not block."""
 
@@ -52,6 +54,7 @@ class _Attempt:
 
     session_id: str
     deadline: float
+    pause: Pause = nullcontext
     tries: int = 0
     sent: int = 0
     handed: bool = False
@@ -139,9 +142,14 @@ class BackendPool:
     # ── calls
 
     async def generate(
-        self, session_id: str, request: GenerateRequest, on_tokens: TokenSink | None = None
+        self,
+        session_id: str,
+        request: GenerateRequest,
+        on_tokens: TokenSink | None = None,
+        *,
+        pause: Pause = nullcontext,
     ) -> Routed:
-        attempt = _Attempt(session_id, self._clock.monotonic() + self._settings.wait_s)
+        attempt = _Attempt(session_id, self._clock.monotonic() + self._settings.wait_s, pause)
         while True:
             member = await self._acquire(attempt)
             try:
@@ -158,7 +166,8 @@ class BackendPool:
                 self._succeeded(member, attempt, generation)
                 return Routed(generation=generation, backend_id=member.id, info=member.record.info)
             if pause_s > 0:
-                await self._clock.sleep(pause_s)
+                with pause():
+                    await self._clock.sleep(pause_s)
 
     async def _acquire(self, attempt: _Attempt) -> Member:
         """A member for the next try. The choice and the count of what is in flight must not be apart by
@@ -175,7 +184,8 @@ class BackendPool:
             if now >= attempt.deadline:
                 raise self._none_active(attempt)
             rests = [member.rest_until for member in self._members.values() if member.rest_until > now]
-            await wait_any(self._clock, changed, min([attempt.deadline, *rests]) - now)
+            with attempt.pause():
+                await wait_any(self._clock, changed, min([attempt.deadline, *rests]) - now)
 
     def _choose(self, attempt: _Attempt, now: float) -> Member | None:
         able = [member for member in self._members.values() if member.takes(now)]

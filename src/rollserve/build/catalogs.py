@@ -14,24 +14,29 @@ from rollserve.grader.registry import GraderCatalog
 from rollserve.records.task import Task
 from rollserve.sandbox.base import Runtime, RuntimeReport
 from rollserve.sandbox.registry import make_runtime, runtime_names
-from rollserve.usercode.hosts import ZygoteHosts
+from rollserve.usercode.hosts import HostSettings, ZygoteHosts
 
 NO_SANDBOX = "none"
 
 
 def make_hosts(settings: Settings) -> ZygoteHosts:
     return ZygoteHosts(
-        code_dir=settings.code_dir, max_hosts=settings.workers.code_hosts, preload=settings.preload
+        code_dir=settings.code_dir,
+        max_hosts=settings.workers.code_hosts,
+        preload=settings.preload,
+        settings=HostSettings(memory_mb=settings.workers.code_memory_mb),
     )
 
 
 def make_runtimes(settings: Settings) -> dict[str, Runtime]:
-    """By name; those that isolate nothing only where the settings accept them."""
+    """Those that work here, by name; those that isolate nothing only where the settings accept them."""
     folder = settings.data_dir.absolute() / "runtimes"
+    accepts_unsafe = settings.workers.allow_unsafe_runtime
     runtimes: dict[str, Runtime] = {}
     for name in runtime_names():
         runtime = make_runtime(name, folder)
-        if name == NO_SANDBOX or settings.workers.allow_unsafe_runtime or runtime.report().isolated:
+        report = runtime.report()
+        if report.usable and (accepts_unsafe or report.isolated or name == NO_SANDBOX):
             runtimes[name] = runtime
     return runtimes
 
@@ -83,9 +88,10 @@ class Catalogs:
         if name not in self.runtimes:
             if name in runtime_names():
                 raise InvalidInput(
-                    f"the runtime {name!r} isolates nothing and is not accepted by this server",
+                    f"the runtime {name!r} can't be used here: it does not work on this machine, or it "
+                    "isolates nothing and this server does not accept that",
                     field="runtime",
-                    hint="start it with --allow-unsafe-runtime",
+                    hint="`rollserve doctor` says which; --allow-unsafe-runtime accepts the latter",
                 )
             raise UnknownName("runtime", name, self.runtimes, field="runtime")
         self.runtimes[name].check_image(task.image)

@@ -175,7 +175,7 @@ class Bench:
     def _report(self, rounds: list[Round], usage: Usage) -> dict[str, Any]:
         plan = self._plan
         return {
-            "episodes": sum(item.episodes for item in rounds),
+            "episodes": min(item.episodes for item in rounds),
             "lost": sum(item.lost for item in rounds),
             "concurrent": plan.episodes,
             "turns": plan.turns,

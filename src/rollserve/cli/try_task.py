@@ -58,7 +58,13 @@ class Target:
 
 async def _from_server(target: Target, name: str) -> tuple[Policy, list[Backend]]:
     async with Client(target.url, target.api_key) as client:
-        return await client.policy(name), await client.backends(name)
+        policy, backends = await client.policy(name), await client.backends(name)
+    if any(backend.spec.api_key is not None for backend in backends):
+        raise InvalidInput(
+            f"a backend of {name!r} wants a key, which the server does not hand out",
+            hint="name the inference server itself: --backend URL --model NAME --tokenizer DIR",
+        )
+    return policy, backends
 
 
 async def _from_backend(target: Target, url: str) -> tuple[Policy, list[Backend]]:

@@ -248,7 +248,11 @@ class LocalExecutor:
             raise ChannelBroken("it does not read what it is sent")
 
     async def _next(self, member: _Member, channel: Channel) -> bool:
-        frame = await channel.read()
+        try:
+            async with asyncio.timeout(self._patience.silent_s):
+                frame = await channel.read()
+        except TimeoutError as error:
+            raise ChannelBroken(f"it said nothing for {self._patience.silent_s:g} s") from error
         if frame is None:
             return False
         message = decode(self._decoder, frame)

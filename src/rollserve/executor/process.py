@@ -17,11 +17,13 @@ from rollserve.executor.log_file import LogFile
 @dataclass(frozen=True, kw_only=True)
 class Patience:
     """How long to wait: for a worker's hello; for a process to follow its connection's end, and the
-    other way round; after the grace it was given, before it is terminated; after that, before it is
+    other way round; for the next word of a worker, which sends its vitals each second; after the grace it
+    was given, before it is terminated; after that, before it is
     killed."""
 
     hello_s: float = 60.0
     follow_s: float = 5.0
+    silent_s: float = 60.0
     after_grace_s: float = 12.0
     after_term_s: float = 3.0
 

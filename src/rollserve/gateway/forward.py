@@ -134,6 +134,7 @@ class Conversation:
                 cache_salt=f"{policy.spec.name}:{policy.version}",
             ),
             None if listener is None else on_tokens,
+            pause=self.spec.clock.pause,
         )
         times = (started_at, first_token_at[0] if first_token_at else None, time.time())
         return self._record(request, plan, routed, policy.version, times)

@@ -221,6 +221,15 @@ def load_tokenizer(name: str) -> TextTokenizer:
         raise InvalidInput(f"{name!r} is no tokenizer.json: {error}", field="tokenizer") from error
 
 
+def check_tokenizer(name: str) -> None:
+    """Load what can be had without a network; a hub name is taken at its word. Slow, as
+    ``load_tokenizer`` is. Raises ``InvalidInput`` (field ``tokenizer``)."""
+    path = Path(name)
+    hub = not path.exists() and not path.is_absolute() and not name.startswith(".")
+    if name == "tiny" or not hub or name.endswith(".json"):
+        load_tokenizer(name)
+
+
 def _read_files(name: str) -> TokenizerFiles:
     if name == "tiny":
         return _from_directory(name, _shipped())

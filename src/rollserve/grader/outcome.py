@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import msgspec
 
 from rollserve.errors import GraderFailure
 from rollserve.grader.base import Grade
+from rollserve.records.sample import is_reward
 
 
 class _Written(msgspec.Struct):
@@ -21,10 +21,10 @@ class _Written(msgspec.Struct):
 
 
 def sound(grade: Grade, call_ids: Sequence[str], *, operation: str) -> Grade:
-    """``grade`` itself. Raises ``GraderFailure`` for a reward that is not finite or a call that never
-    took place."""
+    """``grade`` itself. Raises ``GraderFailure`` for a reward that is not finite (as float32, which
+    samples hold) or a call that never took place."""
     for name, reward in {"reward": grade.reward, **grade.call_rewards}.items():
-        if not math.isfinite(reward):
+        if not is_reward(reward):
             raise GraderFailure(f"{name} is {reward}, which is no reward", operation=operation)
     if unknown := grade.call_rewards.keys() - set(call_ids):
         raise GraderFailure(f"no such call: {min(unknown)!r}", operation=operation)

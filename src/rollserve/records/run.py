@@ -53,7 +53,6 @@ class RunSpec(Record):
 
     policy: Name
     name: Name | None = None
-    pinned_version: Annotated[int | None, Field(ge=0)] = None
     sampling: SamplingSettings = SamplingSettings()
     thinking: Literal["keep", "strip"] = "keep"
     on_inexact: Literal["drop", "text", "fail"] = "drop"

@@ -9,6 +9,13 @@ from numpy.typing import NDArray
 
 from rollserve.records.call import Float32, Int32
 
+MAX_REWARD = float(np.finfo(np.float32).max)
+
+
+def is_reward(value: float) -> bool:
+    """Whether training can use it: finite, also in the samples' float32 arrays."""
+    return -MAX_REWARD <= value <= MAX_REWARD
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:

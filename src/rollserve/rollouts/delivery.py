@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from rollserve.errors import LeaseLost, QueueFull
+from rollserve.records.call import Call
 from rollserve.records.delivery import Checkpoint, Lease
 from rollserve.records.rollout import Group, Rollout, RolloutState
 from rollserve.records.run import RunSpec
@@ -107,24 +108,34 @@ class SampleMaker:
             return FinishedRollout(rollout=rollout)
         run, _ = await self._specs.get(rollout.run_id)
         try:
-            samples = await self._samples(rollout, run)
+            samples, note = await self._samples(rollout, run)
         except Exception as error:  # a broken payload or a bug in the tree must not block the log
             log.exception("no samples of rollout %s", rollout.id)
             self._tally.add("payloads_unreadable")
             return FinishedRollout(rollout=rollout, note=f"{type(error).__name__}: {error}")
-        return FinishedRollout(
-            rollout=rollout, samples=samples, note=None if samples else "no exact sample in its calls"
-        )
+        return FinishedRollout(rollout=rollout, samples=samples, note=note)
 
-    async def _samples(self, rollout: Rollout, run: RunSpec) -> list[Sample]:
+    async def _samples(self, rollout: Rollout, run: RunSpec) -> tuple[list[Sample], str | None]:
+        """With what was left out, and why."""
         attempt = await self._store.get_attempt(rollout.attempt_id or "")
         if attempt.payload is None:
-            return []
+            return [], "the attempt left no calls"
         payload = await self._payloads.read(attempt.payload)
         work: Callable[[], list[Sample]] = lambda: self._build(  # noqa: E731
             payload.calls, rollout=rollout, run=run, call_rewards=payload.call_rewards
         )
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        samples = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return samples, _left_out(payload.calls, samples)
+
+
+def _left_out(calls: Sequence[Call], samples: Sequence[Sample]) -> str | None:
+    """Calls whose sampled tokens are in no sample, with the causes."""
+    covered = {call_id for sample in samples for call_id in sample.call_ids}
+    missing = [call for call in calls if call.sampled_ids and call.id not in covered]
+    if not missing:
+        return None if samples else "it made no model call"
+    causes = sorted({call.inexact for call in calls if call.inexact})
+    return f"{len(missing)} of {len(calls)} calls are in no sample: {', '.join(causes) or 'inexact path'}"
 
 
 def _has_samples(rollout: Rollout) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from rollserve.executor.base import StartAttempt
 from rollserve.gateway.base import Session
 from rollserve.grader.base import Grade, Grader
 from rollserve.records.rollout import Attempt, Failure, RolloutState
+from rollserve.records.sample import is_reward
 from rollserve.rollouts.failures import failure_of, plain_json
 from rollserve.sandbox.base import Sandbox
 from rollserve.store.base import SealedPayload
@@ -55,7 +55,7 @@ def check_grade(grade: Grade, call_ids: Sequence[str]) -> None:
     if not isinstance(grade, Grade):
         raise GraderFailure(f"returned {type(grade).__name__}, not Grade", operation="grade")
     rewards = [grade.reward, *grade.call_rewards.values()]
-    if not all(isinstance(reward, (int, float)) and math.isfinite(reward) for reward in rewards):
+    if not all(isinstance(reward, (int, float)) and is_reward(reward) for reward in rewards):
         raise GraderFailure(f"a reward is not a finite number: {rewards[:5]}", operation="grade")
     unknown = sorted(set(grade.call_rewards).difference(call_ids))
     if unknown:

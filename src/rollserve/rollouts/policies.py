@@ -10,6 +10,7 @@ import msgspec
 from rollserve.errors import BackendError, InvalidInput, NotFound
 from rollserve.executor.base import BackendReport, PolicyView
 from rollserve.gateway.rendering import check_renderer
+from rollserve.gateway.tokens import check_tokenizer
 from rollserve.records.base import new_id
 from rollserve.records.policy import (
     Backend,
@@ -60,6 +61,7 @@ class Policies:
         # A subclass (a request's body) would equal no stored specification.
         spec = PolicySpec.model_validate(spec.model_dump())
         await asyncio.to_thread(check_renderer, spec.renderer)
+        await asyncio.to_thread(check_tokenizer, spec.tokenizer)
         await self._store.create_policy(Policy(spec=spec))
         return await self.tell(spec.name)
 

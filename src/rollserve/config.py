@@ -8,6 +8,7 @@ Precedence, highest first: command-line flags (``load(overrides=…)``), environ
 from __future__ import annotations
 
 import os
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -135,9 +136,25 @@ def load(*, config: Path | None = None, overrides: dict[str, Any] | None = None)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            near = get_close_matches(where, _names(Settings), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "docs/operations.md lists the settings"
+            raise ConfigError("no such setting", field=where, hint=hint) from error
         raise ConfigError(first["msg"], field=where, hint="see docs/operations.md") from error
     except ValueError as error:
         raise ConfigError(str(error), field="config") from error
+
+
+def _names(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Of every setting, dotted."""
+    names: list[str] = []
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            names += _names(inner, f"{prefix}{name}.")
+        else:
+            names.append(prefix + name)
+    return names
 
 
 def client_environment() -> tuple[str | None, str | None]:

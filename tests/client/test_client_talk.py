@@ -128,8 +128,7 @@ async def test_events_go_on_after_a_restart_of_the_server(server: Server, backen
 
 
 async def test_no_server_is_an_error_that_says_what_to_do() -> None:
-    async with Client("http://127.0.0.1:9") as client:
-        client._transport._patience_s = 0.2
+    async with Client("http://127.0.0.1:9", patience_s=0.2) as client:
         with pytest.raises(Unavailable, match="rollserve serve"):
             await client.status()
 

@@ -123,3 +123,27 @@ async def test_cancel_reaches_the_backend_and_the_sandbox(
         rollouts = (await client.group(group.id)).rollouts
         assert {rollout.state for rollout in rollouts} == {RolloutState.CANCELLED}
         assert all(rollout.reward is None for rollout in rollouts)
+
+
+@pytest.mark.timeout(180)
+async def test_a_group_leased_before_the_kill_can_be_acked_after_it(
+    make_server: Callable[..., Server], backend_url: str
+) -> None:
+    server = make_server()
+    await server.start()
+    async with server.client() as client:
+        await add_policy(client, backend_url)
+        run = await client.open_run(OpenRun(policy="tiny"))
+        submitted = await run.submit([shell_task()] * 4, num_rollouts=1)
+        acked: list[str] = []
+        async with aclosing(run.groups(trainer="learner", auto_ack=False, prefetch=1)) as groups:
+            held = await anext(groups)
+            server.kill()
+            await server.start()
+            await held.ack()
+            acked.append(held.group.id)
+            while len(acked) < 4:
+                group = await anext(groups)
+                await group.ack()
+                acked.append(group.group.id)
+    assert sorted(acked) == sorted(group.id for group in submitted)

@@ -1,5 +1,6 @@
-"""Pieces of an answer → one ``Generation``, checked: every sampled id has a logprob and, where versions
-are reported, exactly one of them. An answer that lacks its evidence is an error, never a guess."""
+"""Pieces of an answer → one ``Generation``, checked: no more ids than were asked for, each of which can
+be a token's, has a logprob and, where versions are reported, exactly one of them. An answer that lacks
+its evidence is an error, never a guess."""
 
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ from rollserve.errors import BackendError, BackendUnavailable
 
 NO_EVIDENCE_LOGPROB = -9999.0
 """vLLM writes this where it has no logprob, and clamps to it: no sampled token can have it."""
+
+MAX_ID = 2**31 - 1
+"""Ids rest and travel as int32."""
 
 
 @dataclass(slots=True)
@@ -26,8 +30,11 @@ class Piece:
 
 
 class Assembly:
-    def __init__(self, operation: str = "backend.generate") -> None:
+    """``max_tokens`` is how many were asked for."""
+
+    def __init__(self, operation: str = "backend.generate", max_tokens: int | None = None) -> None:
         self._operation = operation
+        self._max_tokens = max_tokens
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._spans: list[tuple[int, int, str]] | None = None
@@ -96,6 +103,10 @@ class Assembly:
             raise self._error(f"{len(piece.token_ids)} sampled ids came with {len(piece.logprobs)} logprobs")
         if piece.logprobs and min(piece.logprobs) <= NO_EVIDENCE_LOGPROB:
             raise self._error("a sampled token came without its logprob")
+        if piece.token_ids and not (min(piece.token_ids) >= 0 and max(piece.token_ids) <= MAX_ID):
+            raise self._error("a sampled id can be no token's")
+        if self._max_tokens is not None and len(self._ids) + len(piece.token_ids) > self._max_tokens:
+            raise self._error(f"more than the {self._max_tokens} tokens that were asked for")
 
     def _error(self, message: str) -> BackendError:
         return BackendError(message, operation=self._operation)

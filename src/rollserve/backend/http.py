@@ -26,6 +26,9 @@ IDLE_CONNECTION_S = 4.0
 """Below the 5 s after which uvicorn (vLLM, SGLang) closes an idle connection: a request must not meet a
 socket that the server is just closing."""
 
+MAX_ANSWER_BYTES = 512 << 20
+"""Of a whole answer (a million tokens with logprobs and a few extras), and of one event of a stream."""
+
 LAST_BYTES_S = 1.0
 """How long the end of a stream may take after its last event."""
 
@@ -52,12 +55,18 @@ class Answer:
 class Http:
     """A client of one server. ``base_url`` is its root. Raises ``InvalidInput`` (field ``url``) for what
     is no HTTP address; every call raises ``BackendUnavailable`` when the server can't be reached or
-    breaks off, ``BackendError`` when what answers does not speak HTTP."""
+    breaks off, ``BackendError`` when what answers does not speak HTTP or does not end."""
 
     def __init__(
-        self, base_url: str, *, api_key: str | None = None, timeouts: Timeouts | None = None
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        timeouts: Timeouts | None = None,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
         self.url = _root(base_url)
+        self._max_answer_bytes = max_answer_bytes
         self.timeouts = timeouts or Timeouts()
         self._headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
         if api_key:
@@ -118,11 +127,19 @@ class Http:
             yield response
 
     async def _read(self, response: aiohttp.ClientResponse, path: str) -> Answer:
+        body = bytearray()
         with self._ours(path):
-            body = await response.read()
+            async for chunk in response.content.iter_any():
+                body += chunk
+                self._check_size(len(body), path)
         header = response.headers.get("Retry-After")
         retry_after_s = None if header is None else parse_retry_after(header, time.time())
-        return Answer(response.status, response.content_type, body, retry_after_s)
+        return Answer(response.status, response.content_type, bytes(body), retry_after_s)
+
+    def _check_size(self, size: int, path: str) -> None:
+        if size > self._max_answer_bytes:
+            message = f"{self.url} sent more than {self._max_answer_bytes} bytes and no end"
+            raise BackendError(message, operation=path)
 
     async def _events(self, response: aiohttp.ClientResponse, path: str) -> AsyncGenerator[bytes]:
         """Payloads of the ``data:`` lines, however the chunks are cut; ends at ``[DONE]``."""
@@ -136,6 +153,7 @@ class Http:
                         return
                     if payload:
                         yield payload
+                self._check_size(lines.waiting, path)
 
     @contextmanager
     def _ours(self, path: str) -> Iterator[None]:
@@ -180,25 +198,30 @@ async def _read_end(response: aiohttp.ClientResponse) -> None:
     not end its answer loses the connection instead."""
     try:
         async with asyncio.timeout(LAST_BYTES_S):
-            await response.content.read()
+            async for _ in response.content.iter_any():
+                continue
     except (TimeoutError, aiohttp.ClientError):
         response.close()
 
 
 class Lines:
-    """Cuts a byte stream into lines; LF and CRLF; a partial line waits for its rest."""
+    """Cuts a byte stream into lines; LF and CRLF; a partial line waits for its rest, ``waiting`` bytes
+    of it so far."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
+        self.waiting = 0
 
     def feed(self, chunk: bytes) -> list[bytes]:
         head, newline, rest = chunk.partition(b"\n")
         if not newline:
             self._parts.append(chunk)
+            self.waiting += len(chunk)
             return []
         self._parts.append(head)
         *lines, tail = [b"".join(self._parts), *rest.split(b"\n")]
         self._parts = [tail] if tail else []
+        self.waiting = len(tail)
         return [line.removesuffix(b"\r") for line in lines]
 
 

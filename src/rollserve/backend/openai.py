@@ -129,8 +129,8 @@ def _ids(choice: _Choice) -> list[int] | None:
         found = [entry.id for entry in choice.logprobs.content if entry.id is not None]
         return found if len(found) == len(choice.logprobs.content) else None
     names = choice.logprobs.tokens or []
-    if names and all(name.startswith(_ID_NAME) for name in names):
-        return [int(name.removeprefix(_ID_NAME)) for name in names]
+    if names and all(name.startswith(_ID_NAME) and name[len(_ID_NAME) :].isdecimal() for name in names):
+        return [int(name.removeprefix(_ID_NAME)[:20]) for name in names]
     return None
 
 
@@ -203,7 +203,7 @@ class OpenAIBackend:
         return generation
 
     async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
-        assembly = Assembly(OPERATION)
+        assembly = Assembly(OPERATION, request.sampling.max_tokens)
         inner = asyncio.create_task(self._route.generate(request, on_tokens, assembly))
         self._running[request.request_id] = inner
         try:

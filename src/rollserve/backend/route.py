@@ -38,7 +38,7 @@ class Route:
     async def generate(
         self, request: GenerateRequest, on_tokens: TokenSink | None, assembly: Assembly | None = None
     ) -> Generation:
-        assembly = Assembly(OPERATION) if assembly is None else assembly
+        assembly = Assembly(OPERATION, request.sampling.max_tokens) if assembly is None else assembly
         try:
             if on_tokens is None:
                 await self._whole(request, assembly)

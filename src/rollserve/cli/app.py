@@ -25,9 +25,12 @@ app = typer.Typer(
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Config = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]
-Url = Annotated[str | None, typer.Option("--url", help=f"Server. [env ROLLSERVE_URL; {DEFAULT_URL}]")]
-Key = Annotated[str | None, typer.Option("--api-key", help="API key. [env ROLLSERVE_API_KEY]")]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", help="Settings file (TOML); else ROLLSERVE_CONFIG, else ./rollserve.toml."),
+]
+Url = Annotated[str | None, typer.Option("--url", help=f"Server; else ROLLSERVE_URL, else {DEFAULT_URL}.")]
+Key = Annotated[str | None, typer.Option("--api-key", help="API key; else ROLLSERVE_API_KEY.")]
 
 
 def connection(url: str | None, key: str | None) -> tuple[str, str | None]:
@@ -70,7 +73,7 @@ def serve(
         bool, typer.Option("--allow-unsafe-runtime", help="Accept a runtime that isolates nothing.")
     ] = False,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Any setting, e.g. workers.run_slots=128.")
+        list[str] | None, typer.Option("--set", help="Any setting, e.g. workers.run_slots=128; repeatable.")
     ] = None,
 ) -> None:
     """Start the server and its workers on this machine."""
@@ -103,7 +106,13 @@ def try_(
     model: Annotated[str | None, typer.Option(help="Name --backend serves.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer of --model: folder or hub name.")] = None,
     renderer: Annotated[str, typer.Option(help="Renderer of --model.")] = "qwen3",
-    keep: Annotated[bool, typer.Option("--shell", help="On failure open a shell in the sandbox.")] = False,
+    renderer_option: Annotated[
+        list[str] | None,
+        typer.Option("--renderer-option", help="Of --renderer, e.g. enable_thinking=false; repeatable."),
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--shell", help="When there is no reward, open a shell in the sandbox.")
+    ] = False,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
     allow_unsafe_runtime: Annotated[
         bool, typer.Option("--allow-unsafe-runtime", help="Accept a runtime that isolates nothing.")
@@ -114,6 +123,7 @@ def try_(
     as_json: Json = False,
 ) -> None:
     """Run one rollout here, with live output."""
+    from rollserve.cli.settings import flags
     from rollserve.cli.try_task import Target, try_task
 
     target = Target(
@@ -125,6 +135,7 @@ def try_(
         model=model,
         tokenizer=tokenizer,
         renderer=renderer,
+        renderer_options=flags({}, renderer_option or [], flag="--renderer-option"),
         temperature=temperature,
     )
     unsafe = allow_unsafe_runtime

@@ -25,7 +25,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     out.print(grid)
 
 
+def counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def fail(message: str, *, hint: str | None = None) -> None:
-    err.print(f"error: {message}", style="red", markup=False)
+    err.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
     if hint:
-        err.print(f"hint:  {hint}", markup=False)
+        err.print(f"hint:  {hint}", markup=False, soft_wrap=True)

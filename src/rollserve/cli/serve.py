@@ -11,12 +11,13 @@ from rollserve import config
 from rollserve.api.serve import Ready, run_server
 from rollserve.build.logs import configure_logs
 from rollserve.build.process import tune_process
-from rollserve.cli.output import err
+from rollserve.cli.output import counted, err
 
 
 def announce(ready: Ready) -> None:
     """What a person needs to know at the start; the admin key is shown this once."""
-    err.print(f"rollserve is ready at {ready.url} ({ready.workers} workers, data in {ready.data_dir})")
+    workers = counted(ready.workers, "worker")
+    err.print(f"rollserve is ready at {ready.url} ({workers}, data in {ready.data_dir})", soft_wrap=True)
     if ready.new_admin_key:
         err.print(f"admin key, shown this once: {ready.new_admin_key}", markup=False)
     if not ready.key_required:

@@ -24,8 +24,8 @@ def _parse(text: str) -> Any:
         return text
 
 
-def flags(named: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """``named`` by dotted setting, None left out; then ``--set a.b=value``. Raises ``ConfigError``."""
+def flags(named: Mapping[str, Any], assignments: Sequence[str], *, flag: str = "--set") -> dict[str, Any]:
+    """``named`` by dotted setting, None left out; then the ``a.b=value`` of a repeatable ``flag``. Raises ``ConfigError``."""
     tree: dict[str, Any] = {}
     for dotted, value in named.items():
         if value is not None:
@@ -33,6 +33,6 @@ def flags(named: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any
     for assignment in assignments:
         dotted, equals, text = assignment.partition("=")
         if not equals or not dotted:
-            raise ConfigError(f"--set wants NAME=VALUE, got {assignment!r}")
+            raise ConfigError(f"{flag} wants NAME=VALUE, got {assignment!r}")
         _place(tree, dotted.strip(), _parse(text.strip()))
     return tree

@@ -10,13 +10,18 @@ from typing import Any
 from pydantic import ValidationError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rollserve.cli.output import err, out, print_json, table
+from rollserve.cli.output import counted, err, out, print_json, table
 from rollserve.client import Client, RunHandle
 from rollserve.errors import InvalidInput
+from rollserve.records.rollout import Rollout, RolloutState
 from rollserve.records.task import Task
 from rollserve.wire import OpenRun
 
 Where = tuple[str, str | None]
+
+SHOWN_ROLLOUTS = 8
+PATIENCE_S = 3.0
+"""A person at a terminal would rather hear at once that there is no server."""
 
 
 def read_text(path: Path) -> str:
@@ -34,15 +39,26 @@ def parse_task(text: str, where: str) -> Task:
     try:
         return Task.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise InvalidInput(f"{first['msg']}", field=f"{where}{': ' + field if field else ''}") from error
+        from rollserve.api.problems import invalid  # slow to import
+
+        found = invalid(error, Task)
+        field = f"{where}: {found.field}" if found.field else where
+        raise InvalidInput(found.message, field=field, hint=found.hint) from error
+
+
+def _one_a_line(text: str) -> list[str]:
+    """The lines; a file that is one JSON object over several lines is one task."""
+    lines = text.splitlines()
+    if len(lines) > 1 and lines[0].strip() == "{":
+        return [text]
+    return lines
 
 
 def read_tasks(path: Path) -> list[Task]:
+    text = read_text(path)
     tasks = [
         parse_task(line, f"line {number}")
-        for number, line in enumerate(read_text(path).splitlines(), start=1)
+        for number, line in enumerate(_one_a_line(text), start=1)
         if line.strip()
     ]
     if not tasks:
@@ -62,20 +78,20 @@ async def submit(
     as_json: bool,
 ) -> int:
     tasks = read_tasks(file)
-    async with Client(*where) as client:
+    async with Client(*where, patience_s=PATIENCE_S) as client:
         handle = (
             await client.run(run_id) if run_id else await client.open_run(OpenRun(policy=policy, name=name))
         )
         groups = await handle.submit(tasks, num_rollouts=num_rollouts)
         summary: dict[str, Any] = {"run_id": handle.id, "groups": [group.id for group in groups]}
         if not as_json:
-            out.print(f"run {handle.id}: {len(groups)} groups of {num_rollouts} submitted")
+            out.print(f"run {handle.id}: {counted(len(groups), 'group')} of {num_rollouts} submitted")
         if wait:
             summary["rewards"] = await _wait(handle, {group.id for group in groups}, quiet=as_json)
     if as_json:
         print_json(summary)
     elif not wait:
-        out.print(f"follow it with `rollserve status {handle.id}`")
+        out.print(f"follow it with `rollserve status {handle.id}`", soft_wrap=True)
     return 0
 
 
@@ -101,15 +117,15 @@ async def _wait(handle: RunHandle, ids: set[str], *, quiet: bool) -> dict[str, l
 
 
 async def status(where: Where, run_id: str | None, *, as_json: bool) -> int:
-    async with Client(*where) as client:
+    async with Client(*where, patience_s=PATIENCE_S) as client:
         if run_id:
-            return await _run_status(await client.run(run_id), as_json=as_json)
+            return await _run_status(client, await client.run(run_id), as_json=as_json)
         now = await client.status()
         runs = await client.runs()
     if as_json:
         print_json({**now.model_dump(mode="json"), "runs": [run.model_dump(mode="json") for run in runs]})
         return 0
-    out.print(f"rollserve {now.version}, up {now.uptime_s:.0f} s, {len(now.workers)} workers")
+    out.print(f"rollserve {now.version}, up {now.uptime_s:.0f} s, {counted(len(now.workers), 'worker')}")
     out.print(f"queued {now.queued}, running {now.running}, loop lag p99 {now.loop_lag_ms_p99:.1f} ms")
     if now.slots:
         table(("stage", "attempts", "slots"), [(s, now.stages.get(s, 0), n) for s, n in now.slots.items()])
@@ -127,7 +143,7 @@ async def status(where: Where, run_id: str | None, *, as_json: bool) -> int:
     return 0
 
 
-async def _run_status(handle: RunHandle, *, as_json: bool) -> int:
+async def _run_status(client: Client, handle: RunHandle, *, as_json: bool) -> int:
     now = await handle.status()
     if as_json:
         print_json(now.model_dump(mode="json"))
@@ -135,11 +151,29 @@ async def _run_status(handle: RunHandle, *, as_json: bool) -> int:
     spec = now.run.spec
     out.print(f"run {now.run.id} ({spec.name or 'unnamed'}), policy {spec.policy}: {now.run.state.value}")
     table(("what", "count"), sorted(now.counts.items()))
+    some = await _some_rollouts(client, handle.id)
+    if some:
+        rows = [
+            (r.id, r.group_id, r.state.value, r.reward, r.failure.code if r.failure else "") for r in some
+        ]
+        table(("rollout", "group", "state", "reward", "failure"), rows)
+        out.print(f"look into one with `rollserve show {some[0].id}`", soft_wrap=True)
     return 0
 
 
+async def _some_rollouts(client: Client, run_id: str) -> list[Rollout]:
+    """A few to look into, the failed ones first."""
+    found: list[Rollout] = []
+    for state in (RolloutState.FAILED, RolloutState.RUNNING, RolloutState.COMPLETED):
+        async for rollout in client.rollouts(run_id=run_id, state=state.value):
+            if len(found) == SHOWN_ROLLOUTS:
+                return found
+            found.append(rollout)
+    return found
+
+
 async def show(where: Where, rollout_id: str, *, log: bool, as_json: bool) -> int:
-    async with Client(*where) as client:
+    async with Client(*where, patience_s=PATIENCE_S) as client:
         now = await client.rollout(rollout_id)
         trajectory = await client.trajectory(rollout_id)
         lines = await client.log(now.attempts[-1].id) if log and now.attempts else []
@@ -179,7 +213,7 @@ def print_message(message: dict[str, Any]) -> None:
 
 
 async def cancel(where: Where, target: str, *, as_json: bool) -> int:
-    async with Client(*where) as client:
+    async with Client(*where, patience_s=PATIENCE_S) as client:
         is_group = target.startswith("grp_")
         result = await (client.cancel_group(target) if is_group else client.cancel_rollout(target))
     if as_json:

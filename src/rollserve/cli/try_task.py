@@ -21,7 +21,7 @@ from rollserve import config
 from rollserve.build.probes import probe
 from rollserve.build.worker import Workplace, open_workplace, stage_slots
 from rollserve.cli.output import err, fail, out, print_json
-from rollserve.cli.talk import parse_task, print_message, read_text
+from rollserve.cli.talk import PATIENCE_S, parse_task, print_message, read_text
 from rollserve.client import Client
 from rollserve.config import Settings
 from rollserve.errors import InvalidInput, UnknownName
@@ -53,11 +53,12 @@ class Target:
     model: str | None
     tokenizer: str | None
     renderer: str
+    renderer_options: dict[str, Any]
     temperature: float
 
 
 async def _from_server(target: Target, name: str) -> tuple[Policy, list[Backend]]:
-    async with Client(target.url, target.api_key) as client:
+    async with Client(target.url, target.api_key, patience_s=PATIENCE_S) as client:
         policy, backends = await client.policy(name), await client.backends(name)
     if any(backend.spec.api_key is not None for backend in backends):
         raise InvalidInput(
@@ -74,7 +75,7 @@ async def _from_backend(target: Target, url: str) -> tuple[Policy, list[Backend]
         raise UnknownName("kind", target.kind, list(BackendKind), field="kind")
     spec = BackendSpec(url=url, kind=BackendKind(target.kind))
     info = await probe(spec, target.model)
-    renderer = RendererSpec(name=target.renderer)
+    renderer = RendererSpec(name=target.renderer, options=target.renderer_options)
     policy = Policy(
         spec=PolicySpec(name="try", model=target.model, tokenizer=target.tokenizer, renderer=renderer)
     )

@@ -21,6 +21,9 @@ PROXY_STATUSES = frozenset({429, 502, 503, 504})
 """Of a proxy in between, too: try again."""
 
 
+EXAMPLE_URL = "http://127.0.0.1:8700"
+
+
 class RemoteError(errors.RollserveError):
     """The server answered an error that has no class of its own here; ``code`` is the server's."""
 
@@ -53,6 +56,8 @@ def to_error(status: int, body: bytes, retry_after: str | None) -> errors.Rollse
             return cls(detail, field=field, hint=hint, retry_after_s=seconds)
     if status in PROXY_STATUSES and not code:
         return errors.Unavailable(detail)
+    if not code:
+        hint = "this is no answer of a rollserve server: is the URL its root?"
     return RemoteError(detail, code=code or "unknown", status=status, field=field, hint=hint)
 
 
@@ -127,8 +132,13 @@ class Transport:
                 if answer.status < 400:
                     return body
                 raise to_error(answer.status, body, answer.headers.get("Retry-After"))
+        except aiohttp.InvalidURL as error:
+            raise errors.InvalidInput(
+                f"{self.url!r} is no URL of a server", field="url", hint=f"it looks like {EXAMPLE_URL}"
+            ) from error
         except (aiohttp.ClientError, TimeoutError) as error:
+            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
             raise errors.Unavailable(
-                f"no answer from {self.url}: {type(error).__name__} {error}".rstrip(),
+                f"no answer from {self.url}: {cause or type(cause).__name__}",
                 hint="is the server running? `rollserve serve` starts one",
             ) from error

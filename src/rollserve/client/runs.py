@@ -51,12 +51,18 @@ def _plain(model: BaseModel) -> dict[str, Any]:
 
 
 class Client:
-    """A server, by URL. ``timeout_s`` bounds one request (long polls included)."""
+    """A server, by URL. ``timeout_s`` bounds one request (long polls included), ``patience_s`` the time
+    for which a request that may be sent again is, while the server is busy or away."""
 
     def __init__(
-        self, url: str = "http://127.0.0.1:8700", api_key: str | None = None, *, timeout_s: float = 120
+        self,
+        url: str = "http://127.0.0.1:8700",
+        api_key: str | None = None,
+        *,
+        timeout_s: float = 120,
+        patience_s: float = 60,
     ):
-        self._transport = Transport(url, api_key, timeout_s=timeout_s)
+        self._transport = Transport(url, api_key, timeout_s=timeout_s, patience_s=patience_s)
 
     async def __aenter__(self) -> Self:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import os
 import shutil
@@ -44,23 +45,55 @@ class Options:
 
 
 def parse(arguments: list[str] | None = None) -> Options:
-    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
-    parser.add_argument("--backend", choices=["local", "vllm"], default="local")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=150, help="at most this many gradient steps")
-    parser.add_argument("--output", type=Path, default=Path("demo-output"))
+    parser = argparse.ArgumentParser(
+        prog="scripts/demo",
+        description="A policy learns to use a shell tool, through the service, on this machine, in minutes.",
+    )
+    parser.add_argument(
+        "--backend",
+        choices=["local", "vllm"],
+        default="local",
+        help="inference server (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the model and the tasks (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=150, help="at most this many gradient steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("demo-output"),
+        help="folder for all it writes (default: %(default)s)",
+    )
     parser.add_argument("--runtime", default="bubblewrap", help="sandbox runtime of the tasks")
     parser.add_argument(
         "--allow-unsafe",
         action="store_true",
         help="where the runtime does not work, use `process`, which isolates nothing: tool calls run as you",
     )
-    parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"))
+    parser.add_argument(
+        "--vllm-python",
+        type=Path,
+        default=Path(".venv-vllm/bin/python"),
+        help="interpreter with vLLM (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON at the end")
     options = Options(**vars(parser.parse_args(arguments)))
     if options.steps < 1:
         parser.error("--steps must be 1 or more")
     return options
+
+
+def check_extras() -> None:
+    """Raises ``InfrastructureFailure`` where the extra ``demo`` is not installed."""
+    for module in ("torch", "transformers", "matplotlib"):
+        if importlib.util.find_spec(module) is None:
+            raise InfrastructureFailure(
+                f"the demo needs {module}, which is not installed",
+                hint="./scripts/demo installs what it needs; or pip install 'rollserve[demo]'",
+            )
 
 
 def check_runtime(options: Options, console: Console) -> Options:
@@ -122,7 +155,9 @@ class Demo:
     async def _make_model(self) -> None:
         """A tiny policy, warm-started for a few seconds so that it has the skill and not the habit."""
         started = time.monotonic()
-        self._console.print(f"making and warm-starting a tiny policy (seed {self._options.seed})")
+        self._console.print(
+            f"making and warm-starting a tiny policy (seed {self._options.seed}), half a minute or so"
+        )
         command = [
             *(sys.executable, "-m", "rollserve.trainers.tiny"),
             *("--out", str(self._model_dir), "--seed", str(self._options.seed)),
@@ -249,6 +284,7 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        check_extras()
         options = check_runtime(options, console)
         data = asyncio.run(Demo(options, console).run())
     except RollserveError as error:

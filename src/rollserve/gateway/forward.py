@@ -12,10 +12,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+import structlog
 
 from rollserve.agent.base import Reply
 from rollserve.backend.base import GenerateRequest, Routed
-from rollserve.errors import ContextTooLong, InfrastructureFailure, InvalidInput, LimitReached, SessionClosed
+from rollserve.errors import (
+    ContextTooLong,
+    InfrastructureFailure,
+    InvalidInput,
+    LimitReached,
+    RollserveError,
+    SessionClosed,
+)
 from rollserve.gateway.base import SessionSpec
 from rollserve.gateway.parsing import Parsed
 from rollserve.gateway.policies import PolicyState
@@ -26,6 +34,8 @@ from rollserve.records.base import new_id
 from rollserve.records.call import Call, ChatRequest, SamplingParams, pack_ids, unpack_ids
 
 _KEPT_CONTEXTS = 4
+
+_log = structlog.get_logger(__name__)
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +94,13 @@ class Conversation:
         except ContextTooLong as error:
             self.trouble = LimitReached("context_tokens", str(error))
             raise
+        except RollserveError:
+            raise
+        except Exception as error:  # a bug of ours, or what no backend should send: not the agent's doing
+            _log.exception("gateway.call_failed", session=self.session_id)
+            message = f"the call failed: {type(error).__name__}: {error}"
+            self.trouble = InfrastructureFailure(message, operation="gateway.forward")
+            raise self.trouble from error
 
     async def _within_limits(self, request: ChatRequest, listener: Listener | None) -> Answer:
         self._admit()

@@ -11,6 +11,9 @@ from rollserve.backend.base import Generation, LabelSpan
 from rollserve.records.call import SamplingParams, VersionSpan, pack_floats
 from rollserve.records.policy import MAX_VERSION
 
+LOGPROB_SLACK = 1e-3
+"""How far above 0 rounding may lift a logprob; more is no probability."""
+
 
 def version_spans(
     labels: Sequence[LabelSpan] | None, count: int, known: Mapping[str, int], low: int, high: int
@@ -52,8 +55,9 @@ def inexact(
     packed = pack_floats(generation.logprobs)
     if generation.prompt_ids is not None and generation.prompt_ids != sent_ids:
         return "backend_ids", packed
-    finite = bool(np.isfinite(np.frombuffer(packed, "<f4")).all())
-    if len(generation.logprobs) != len(generation.token_ids) or not finite:
+    logprobs = np.frombuffer(packed, "<f4")
+    possible = bool((np.isfinite(logprobs) & (logprobs <= LOGPROB_SLACK)).all())
+    if len(generation.logprobs) != len(generation.token_ids) or not possible:
         return "logprobs", packed
     if logprobs_mode != "processed" and _reshaped(sampling):
         return "logprobs_mode", packed

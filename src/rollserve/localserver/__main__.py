@@ -1,6 +1,16 @@
 """``python -m rollserve.localserver``."""
 
-from rollserve.localserver.cli import main
+import sys
+
+try:
+    from rollserve.localserver.cli import main
+except ModuleNotFoundError as error:
+    if not error.name or error.name.startswith("rollserve"):
+        raise
+    sys.exit(
+        f"error: the local server needs {error.name}, which is not installed\n"
+        "hint:  pip install 'rollserve[local]'"
+    )
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -19,14 +20,20 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="rollserve.localserver", description="A small inference server.")
     made.add_argument("--model", required=True, help="Hugging Face model directory")
     made.add_argument("--served-model-name", help="name in requests (default: the directory's name)")
-    made.add_argument("--host", default="127.0.0.1")
-    made.add_argument("--port", type=int, default=8300)
-    made.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    made.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    made.add_argument("--max-batch", type=int, default=64, help="requests that run at the same time")
+    made.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
+    made.add_argument("--port", type=int, default=8300, help="(default: %(default)s)")
+    made.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: %(default)s)")
+    made.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="(default: %(default)s)"
+    )
+    made.add_argument(
+        "--max-batch", type=int, default=64, help="requests that run at once (default: %(default)s)"
+    )
     made.add_argument("--max-waiting", type=int, default=4096, help="requests that may wait; more get 429")
     made.add_argument("--max-model-len", type=int, help="tokens of prompt and answer (default: the model's)")
-    made.add_argument("--threads", type=int, default=1, help="torch threads on the CPU")
+    made.add_argument(
+        "--threads", type=int, default=1, help="torch threads on the CPU (default: %(default)s)"
+    )
     made.add_argument("--weight-version", default="default", help="version of the weights at the start")
     return made
 
@@ -53,5 +60,22 @@ def main(argv: Seq[str] | None = None) -> int:
         access_log=False,
         timeout_graceful_shutdown=3,
     )
-    uvicorn.Server(config).run()
+    try:
+        _Server(config, settings.served_model_name).run()
+    except KeyboardInterrupt:
+        return 130
     return 0
+
+
+class _Server(uvicorn.Server):
+    """Says when it can be asked."""
+
+    def __init__(self, config: uvicorn.Config, model: str) -> None:
+        super().__init__(config)
+        self._model = model
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            where = f"http://{self.config.host}:{self.config.port}"
+            sys.stderr.write(f"serving {self._model!r} at {where} (Ctrl-C ends it)\n")

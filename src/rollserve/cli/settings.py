@@ -25,7 +25,8 @@ def _parse(text: str) -> Any:
 
 
 def flags(named: Mapping[str, Any], assignments: Sequence[str], *, flag: str = "--set") -> dict[str, Any]:
-    """``named`` by dotted setting, None left out; then the ``a.b=value`` of a repeatable ``flag``. Raises ``ConfigError``."""
+    """``named`` by dotted setting, None left out; then the ``a.b=value`` of a repeatable
+    ``flag``. Raises ``ConfigError``."""
     tree: dict[str, Any] = {}
     for dotted, value in named.items():
         if value is not None:

@@ -111,7 +111,7 @@ class LiveSegment:
 
     def append_log(self, line: str) -> None:
         self._inner.append_log(line)
-        if not self._quiet:
+        if not self._quiet and line.strip() and not line.startswith("stage: "):
             err.print(f"· {line}", style="dim", markup=False)
 
     def append_artifact(self, path: str, data: bytes) -> None:

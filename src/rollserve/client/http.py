@@ -132,7 +132,7 @@ class Transport:
                 if answer.status < 400:
                     return body
                 raise to_error(answer.status, body, answer.headers.get("Retry-After"))
-        except aiohttp.InvalidURL as error:
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
             raise errors.InvalidInput(
                 f"{self.url!r} is no URL of a server", field="url", hint=f"it looks like {EXAMPLE_URL}"
             ) from error

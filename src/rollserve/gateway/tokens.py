@@ -261,12 +261,25 @@ def _candidates(folder: Path, file: str) -> Iterator[Path]:
 
 def _from_hub(name: str) -> TokenizerFiles:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     found: dict[str, Path] = {}
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         try:
             found[file] = Path(hf_hub_download(name, file))
+        except LocalEntryNotFoundError as error:  # the hub can't be reached; not cached either
+            if found:
+                continue
+            raise InvalidInput(
+                f"no folder {name!r} here, and the hub can't be reached for a model of that name",
+                field="tokenizer",
+                hint="give a directory with tokenizer.json, or a name of the hub that this machine reaches",
+            ) from error
         except EntryNotFoundError:
             continue  # optional, or reported below
         except (HfHubHTTPError, HFValidationError, OSError) as error:

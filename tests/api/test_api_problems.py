@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -120,6 +121,13 @@ async def test_nothing_nested_deeper_than_32_is_kept(api: httpx.AsyncClient, run
     assert (found["field"], found["detail"]) == ("groups.0.task.metadata", "nested deeper than 32")
 
 
+async def test_what_json_can_not_hold_is_refused(api: httpx.AsyncClient, run_id: str) -> None:
+    for value in (b"NaN", b"[1, -Infinity]", b"1e999"):
+        body = json.dumps({"groups": [{"task": {**TASK, "metadata": {"a": "@"}}}]}).encode()
+        answer = await api.post(f"/v1/runs/{run_id}/groups", content=body.replace(b'"@"', value))
+        assert problem(answer)["field"] == "groups.0.task.metadata"
+
+
 async def test_a_body_over_the_limit(api: httpx.AsyncClient, run_id: str) -> None:
     declared = await api.post(f"/v1/runs/{run_id}/groups", content=b" " * ((1 << 20) + 1))
     assert problem(declared)["code"] == "too_large"
@@ -143,7 +151,7 @@ async def test_a_body_over_the_limit_behind_a_socket(served: httpx.AsyncClient) 
         for _ in range(count):
             yield b" " * 65536
 
-    for body in (b" " * (3 << 20), chunks(48)):
+    for body in (b" " * (3 << 20), chunks(48), b" " * (32 << 20)):
         answer = await served.post("/v1/check", content=body)
         assert problem(answer)["code"] == "too_large"
     assert (await served.get("/healthz")).status_code == 200
@@ -235,6 +243,11 @@ async def test_a_key_used_for_another_body(api: httpx.AsyncClient, run_id: str) 
     await api.post(where, json={"groups": [{"task": TASK}]}, headers=headers)
     answer = await api.post(where, json={"groups": [{"task": TASK, "num_rollouts": 2}]}, headers=headers)
     assert (answer.status_code, problem(answer)["field"]) == (409, "groups.0")
+    for count in (0, 1, 3, 2):  # the key stands for all groups of its request, no fewer and no more
+        answer = await api.post(
+            where, json={"groups": [{"task": TASK}] * (count or 2)}, headers={"Idempotency-Key": "m"}
+        )
+        assert answer.status_code == (409 if count in (1, 3) else 201)
     long = await api.post(where, json={"groups": [{"task": TASK}]}, headers={"Idempotency-Key": "k" * 300})
     assert problem(long)["field"] == "Idempotency-Key"
 

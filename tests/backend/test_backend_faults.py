@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from rollserve.backend.base import Backend, GenerateRequest
+from rollserve.backend.http import Http
+from rollserve.backend.vllm import VllmBackend
 from rollserve.errors import BackendError, BackendUnavailable, ContextTooLong, InvalidInput, UnknownName
 from rollserve.records.policy import BackendKind
 from rollserve.testing.scripted import Fault, Reply, ScriptedEngine, replies
@@ -105,6 +108,24 @@ async def test_prompt_too_long(
     with pytest.raises(ContextTooLong, match="maximum context length") as caught:
         await connect(url, kind).generate(ask(token_ids=[3] * engine.context_tokens))
     assert caught.value.field == "token_ids"
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
+async def test_an_answer_without_end_is_cut_off(ask: Ask, kind: str) -> None:
+    async def app(scope: dict[str, object], receive: object, send: Any) -> None:
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind.encode())]}
+        )
+        for _ in range(10_000):
+            await send({"type": "http.response.body", "body": b" " * 65536, "more_body": True})
+
+    async with served(app) as url, asyncio.timeout(20):
+        http = Http(url, max_answer_bytes=1 << 20)
+        try:
+            with pytest.raises(BackendError, match="sent more than 1048576 bytes and no end"):
+                await VllmBackend(http, "scripted").generate(ask(), lambda ids, logprobs: None)
+        finally:
+            await http.close()
 
 
 async def test_hangs_and_is_cancelled(

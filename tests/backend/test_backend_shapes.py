@@ -109,6 +109,8 @@ def test_aborted_by_a_pause_keeps_its_tokens() -> None:
         ({"logprobs": None}, "4 sampled ids came with 0 logprobs"),
         ({"finish_reason": "error"}, "ended with 'error'"),
         ({"weight_versions": [{"version": "a", "start": 0, "end": 3}]}, "cover 3 of 4"),
+        ({"token_ids": [5, 2**31, 6, 7]}, "can be no token's"),
+        ({"token_ids": [5, -1, 6, 7]}, "can be no token's"),
         (
             {
                 "weight_versions": [
@@ -144,6 +146,13 @@ def test_no_versions(versions: object) -> None:
 def test_an_error_in_the_stream() -> None:
     with pytest.raises(BackendError, match="gave up: out of memory"):
         GenerateFormat().decode(b'{"error": {"message": "out of memory", "code": 500}}')
+
+
+def test_more_tokens_than_were_asked_for() -> None:
+    assembly = Assembly(max_tokens=3)
+    assembly.add(Piece([5, 6, 7], [-1.0] * 3))
+    with pytest.raises(BackendError, match="more than the 3 tokens"):
+        assembly.add(Piece([8], [-1.0]))
 
 
 def test_an_answer_that_stops_short() -> None:

@@ -22,8 +22,8 @@ from rollserve.errors import (
 )
 from rollserve.gateway.samples import build_samples
 from rollserve.gateway.tokens import TextTokenizer
-from rollserve.gateway.truth import version_spans
-from rollserve.records.call import Call, Message, VersionSpan, unpack_floats, unpack_ids
+from rollserve.gateway.truth import inexact, version_spans
+from rollserve.records.call import Call, Message, SamplingParams, VersionSpan, unpack_floats, unpack_ids
 from rollserve.records.policy import BackendInfo, RendererSpec
 from rollserve.records.rollout import Rollout
 from rollserve.records.run import RunSpec
@@ -521,3 +521,27 @@ def _answers(reply: Reply, rng: random.Random) -> list[Message]:
         for call in reply.message.tool_calls
     ]
     return tools or [Message(role="user", content=rng.choice(["more", "<think>"]))]
+
+
+@pytest.mark.parametrize("wrong", [0.5, float("nan"), float("-inf"), float("inf")])
+def test_a_logprob_of_no_probability_can_not_be_trained_on(wrong: float) -> None:
+    sampling = SamplingParams(max_tokens=2)
+
+    def judged(*logprobs: float) -> str | None:
+        generation = Generation(token_ids=[5, 6], logprobs=list(logprobs), finish_reason="stop")
+        return inexact(generation, [1], sampling, "processed")[0]
+
+    assert judged(-0.5, 1e-6) is None
+    assert judged(-0.5, wrong) == "logprobs"
+
+
+async def test_what_goes_wrong_in_a_call_is_never_the_agents_doing(world: World) -> None:
+    def script(request: GenerateRequest) -> Generation:
+        return Generation(token_ids=[2**40], logprobs=[-0.5], finish_reason="stop")
+
+    world.pool.script = script
+    session = await world.open()
+    with pytest.raises(InfrastructureFailure, match="the call failed: OverflowError"):
+        await session.model.chat([USER])
+    assert isinstance(session.trouble, InfrastructureFailure)
+    assert world.segments[0].calls == []

@@ -44,6 +44,7 @@ def words_for_a_number(grading): return "1.0"
 def nothing(grading): return None
 def bad_mapping(grading): return {"rewrd": 1}
 def not_a_number(grading): return float("nan")
+def beyond_float32(grading): return 1e300
 def endless(grading): return {"reward": 1, "call_rewards": {"c1": float("inf")}}
 def stranger(grading): return Grade(reward=1, call_rewards={"c9": 1.0})
 """

@@ -68,6 +68,7 @@ async def test_a_function_acts_in_the_grading_sandbox(grader_hosts: ZygoteHosts)
         ("bad_mapping", "returned a bad grade"),
         ("not_a_number", "reward is nan"),
         ("endless", "c1 is inf"),
+        ("beyond_float32", "reward is 1e+300"),
         ("stranger", "no such call: 'c9'"),
     ],
 )

@@ -56,10 +56,17 @@ class SyncRun:
         """Finished groups as they come; each is acked when the next one is asked for."""
         source = self.handle.groups(trainer=trainer, prefetch=prefetch, ttl_s=ttl_s)
 
+        asked: list[asyncio.Task[FinishedGroup]] = []
+
         async def following() -> FinishedGroup:
-            return await anext(source)
+            asked[:] = [asyncio.ensure_future(anext(source))]  # type: ignore[arg-type]  # a coroutine
+            return await asked[0]
 
         async def close() -> None:
+            """After a Ctrl-C the last question may still be open."""
+            for question in asked:
+                question.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
             await source.aclose()
 
         try:

@@ -59,7 +59,7 @@ class SyncRun:
         asked: list[asyncio.Task[FinishedGroup]] = []
 
         async def following() -> FinishedGroup:
-            asked[:] = [asyncio.ensure_future(anext(source))]  # type: ignore[arg-type]  # a coroutine
+            asked[:] = [asyncio.ensure_future(anext(source))]
             return await asked[0]
 
         async def close() -> None:

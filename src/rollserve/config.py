@@ -22,6 +22,9 @@ from pydantic_settings import (
 
 from rollserve.errors import ConfigError
 
+OTHER_VARIABLES = frozenset({"url", "api_key", "config", "venv"})
+"""``ROLLSERVE_…`` variables that are no settings."""
+
 Slots = Annotated[int, Field(ge=1, le=100_000)]
 
 
@@ -117,6 +120,7 @@ def config_file(explicit: Path | None) -> Path | None:
 def load(*, config: Path | None = None, overrides: dict[str, Any] | None = None) -> Settings:
     """Read settings. Raises ``ConfigError`` naming the first field at fault."""
     toml = config_file(config)
+    _check_environment()
 
     class _FromSources(Settings):
         @classmethod
@@ -143,6 +147,22 @@ def load(*, config: Path | None = None, overrides: dict[str, Any] | None = None)
         raise ConfigError(first["msg"], field=where, hint="see docs/operations.md") from error
     except ValueError as error:
         raise ConfigError(str(error), field="config") from error
+
+
+def _check_environment() -> None:
+    """pydantic overlooks a variable whose first part is no setting. Raises ``ConfigError``."""
+    known = {name.replace(".", "__"): name.replace(".", "_") for name in _names(Settings)}
+    for variable in os.environ:
+        name = variable.lower().removeprefix("rollserve_")
+        if name == variable.lower() or name in OTHER_VARIABLES:
+            continue
+        if name.partition("__")[0] in Settings.model_fields:
+            continue  # what comes after is checked with the values
+        near = get_close_matches(name.replace("__", "_"), known.values(), n=1, cutoff=0.85)
+        if near:
+            (meant,) = (key for key, flat in known.items() if flat == near[0])
+            hint = f"did you mean ROLLSERVE_{meant.upper()}?"
+            raise ConfigError("no such setting", field=variable, hint=hint)
 
 
 def _names(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from rollserve.api import bodies
+from rollserve.api.problems import LingeringResponse
 from rollserve.testing.server_room import Room
 
 POLICY = {"name": "pol", "model": "m", "tokenizer": "tiny"}
@@ -128,7 +129,10 @@ async def test_what_json_can_not_hold_is_refused(api: httpx.AsyncClient, run_id:
         assert problem(answer)["field"] == "groups.0.task.metadata"
 
 
-async def test_a_body_over_the_limit(api: httpx.AsyncClient, run_id: str) -> None:
+async def test_a_body_over_the_limit(
+    api: httpx.AsyncClient, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LingeringResponse, "LINGER_BYTES", 4 << 20)
     declared = await api.post(f"/v1/runs/{run_id}/groups", content=b" " * ((1 << 20) + 1))
     assert problem(declared)["code"] == "too_large"
 

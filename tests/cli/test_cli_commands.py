@@ -52,6 +52,9 @@ async def test_submit_status_show_and_cancel(server: Server, backend_url: str, t
     shown = await as_json("show", rollout.id, "--log", *at)
     assert shown["rollout"]["reward"] == 1.0
     assert shown["log"]
+    code, text, _ = await rollserve("status", submitted["run_id"], *at)
+    assert code == 0
+    assert rollout.id in text  # so that a person finds one to look into
     code, text, _ = await rollserve("show", rollout.id, *at)
     assert code == 0
     assert "the answer is 42" in text
@@ -62,10 +65,14 @@ async def test_errors_are_one_line_and_say_where(server: Server, tmp_path: Path)
     at = ("--url", server.url)
     broken = tmp_path / "broken.jsonl"
     broken.write_text(shell_task().model_dump_json() + "\n" + '{"instruction": "x"}\n')
+    typo = tmp_path / "typo.json"
+    typo.write_text('{\n"instruction": "x",\n"gradr": {"name": "exact"}\n}')
     cases = [
         (("submit", str(broken), "--policy", "p", *at), "line 2: grader"),
         (("submit", str(tmp_path / "none.jsonl"), "--policy", "p", *at), "can't read"),
+        (("submit", str(typo), "--policy", "p", *at), "did you mean 'grader'?"),
         (("show", "rol_nobody", *at), "rol_nobody"),
+        (("status", "--url", "localhost:1"), "is no URL"),
         (("status", "--url", "http://127.0.0.1:9"), "rollserve serve"),
         (("try", str(broken), "--policy", "p", "--backend", "x", *at), "broken.jsonl"),
         (("serve", "--data-dir", str(tmp_path / "d"), "--set", "workers.conut=3"), "workers.conut"),
@@ -73,8 +80,8 @@ async def test_errors_are_one_line_and_say_where(server: Server, tmp_path: Path)
         (("serve", "--data-dir", str(tmp_path / "d"), "--runtime", "process"), "UNSAFE"),
         (("serve", "--data-dir", str(server.folder / "data"), "--port", "0"), "another server"),
     ]
-    results = await asyncio.gather(*(rollserve(*arguments) for arguments, _ in cases[:5]))
-    results += await asyncio.gather(*(rollserve(*arguments) for arguments, _ in cases[5:]))
+    results = await asyncio.gather(*(rollserve(*arguments) for arguments, _ in cases[:7]))
+    results += await asyncio.gather(*(rollserve(*arguments) for arguments, _ in cases[7:]))
     for (arguments, words), (code, _, err) in zip(cases, results, strict=True):
         assert code == 1, arguments
         assert words in err.replace("\n", " "), (arguments, err)
@@ -107,3 +114,13 @@ async def test_bench_loses_nothing(tmp_path: Path) -> None:
     assert report["cpu_ms_per_call"] > 0
     assert report["rss_mb_peak"] > 0
     assert {"episodes_per_s", "loop_lag_ms_p99"} <= report.keys()
+
+
+async def test_a_server_that_may_not_open_enough_files_says_so(tmp_path: Path) -> None:
+    start = f"ulimit -n 256; exec {sys.executable} -m rollserve serve --port 0 --data-dir {tmp_path}"
+    process = await asyncio.create_subprocess_exec(
+        "bash", "-c", start, stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+    )
+    _, err = await asyncio.wait_for(process.communicate(), timeout=60)
+    assert process.returncode == 1
+    assert b"ulimit -n" in err

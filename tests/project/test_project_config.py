@@ -60,3 +60,34 @@ def test_set_takes_toml_values_and_plain_words() -> None:
     }
     with pytest.raises(ConfigError):
         flags({}, ["novalue"])
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("ROLLSERVE_DATADIR", "ROLLSERVE_DATA_DIR"),
+        ("ROLLSERVE_WORKERS_COUNT", "ROLLSERVE_WORKERS__COUNT"),
+        ("ROLLSERVE_WORKER__COUNT", "ROLLSERVE_WORKERS__COUNT"),
+    ],
+)
+def test_a_misspelt_variable_is_named(variable: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "3")
+    with pytest.raises(ConfigError) as caught:
+        config.load()
+    assert caught.value.field == variable
+    assert meant in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("variable", ["ROLLSERVE_URL", "ROLLSERVE_API_KEY", "ROLLSERVE_VENV", "ROLLSERVE_X"])
+def test_other_variables_are_left_alone(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "3")
+    assert config.load().workers.count == 1
+
+
+@pytest.mark.parametrize(
+    ("assignment", "meant"), [("workers.run_slot=3", "workers.run_slots"), ("port=3", "api.port")]
+)
+def test_the_nearest_setting_is_named(assignment: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match="no such setting") as caught:
+        config.load(overrides=flags({}, [assignment]))
+    assert caught.value.hint == f"did you mean {meant!r}?"

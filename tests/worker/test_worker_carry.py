@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from rollserve.errors import AgentFailure, InfrastructureFailure
+from rollserve.errors import AgentFailure, InfrastructureFailure, SandboxError
 from rollserve.rollouts.keepsakes import Carried, pack, unpack
 from rollserve.rollouts.worker_ports import Bounds
-from rollserve.sandbox.base import Runtime, Sandbox, SandboxSpec
+from rollserve.sandbox.base import ExecResult, Runtime, Sandbox, SandboxSpec
 from rollserve.sandbox.bubblewrap import BubblewrapRuntime
 from rollserve.sandbox.process import ProcessRuntime
+from rollserve.testing.fakes import FakeSandbox
 
 RUNTIMES: tuple[type[BubblewrapRuntime] | type[ProcessRuntime], ...] = (BubblewrapRuntime, ProcessRuntime)
 PATHS = ("/workspace",)
@@ -130,3 +131,13 @@ async def test_a_forged_archive_brings_nothing_else(run: Sandbox, fresh: Sandbox
 async def test_what_is_no_archive_is_infrastructures(fresh: Sandbox) -> None:
     with pytest.raises(InfrastructureFailure, match="can't be unpacked"):
         await lay_down(fresh, Carried(workspace=b"garbage" * 1000), *PATHS)
+
+
+async def test_a_sandbox_full_of_the_agents_processes_is_the_agents_fault() -> None:
+    words = "bash: fork: Resource temporarily unavailable"
+    full = FakeSandbox(lambda _: ExecResult(output=words, exit_code=254))
+    with pytest.raises(AgentFailure, match="leaves no process"):
+        await carry(full, *PATHS)
+    broken = FakeSandbox(lambda _: ExecResult(output="who knows", exit_code=1))
+    with pytest.raises(SandboxError):
+        await carry(broken, *PATHS)

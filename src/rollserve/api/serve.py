@@ -13,6 +13,7 @@ from rollserve.api.app import make_app
 from rollserve.api.auth import Auth, ensure_admin_key, key_required
 from rollserve.build.catalogs import NO_SANDBOX, check_default_runtime
 from rollserve.build.http import HttpServer, bind, url_of
+from rollserve.build.process import check_open_files
 from rollserve.build.server import open_coordinator
 from rollserve.config import Settings
 from rollserve.errors import InfrastructureFailure
@@ -36,6 +37,7 @@ async def open_server(settings: Settings) -> AsyncIterator[tuple[Coordinator, Re
     """A running server; leaving stops it: waiting requests are let go, then HTTP ends, then the
     workers. Raises ``ConfigError`` before anything is started."""
     report = check_default_runtime(settings)
+    check_open_files(settings)
     async with AsyncExitStack() as stack:
         sock = bind(settings.api.host, settings.api.port)
         stack.callback(sock.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import aclosing
 from pathlib import Path
@@ -48,10 +49,10 @@ def parse_task(text: str, where: str) -> Task:
 
 def _one_a_line(text: str) -> list[str]:
     """The lines; a file that is one JSON object over several lines is one task."""
-    lines = text.splitlines()
-    if len(lines) > 1 and lines[0].strip() == "{":
-        return [text]
-    return lines
+    try:
+        return [text] if isinstance(json.loads(text), dict) else text.splitlines()
+    except ValueError:  # several: "extra data" after the first
+        return text.splitlines()
 
 
 def read_tasks(path: Path) -> list[Task]:
@@ -131,10 +132,10 @@ async def status(where: Where, run_id: str | None, *, as_json: bool) -> int:
         table(("stage", "attempts", "slots"), [(s, now.stages.get(s, 0), n) for s, n in now.slots.items()])
     if now.backends:
         rows = [
-            (b.get("policy"), b.get("id"), b.get("url"), b.get("state"), b.get("in_flight"))
+            (b.get("policy"), b.get("id"), b.get("url"), b.get("state"), b.get("in_flight"), b.get("error"))
             for b in now.backends
         ]
-        table(("policy", "backend", "url", "state", "in flight"), rows)
+        table(("policy", "backend", "url", "state", "in flight", "error"), rows)
     if runs:
         table(
             ("run", "name", "policy", "state"),

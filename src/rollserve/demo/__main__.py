@@ -265,14 +265,17 @@ def conclude(options: Options, data: dict[str, Any], console: Console) -> None:
     console.print(
         f"\nsuccess on fresh tasks: {data['success_rate_start']:.2f} → {data['success_rate_end']:.2f} "
         f"in {data['steps']} steps, {data['train_seconds']:.0f} s of training; "
-        f"trainer idle {data['trainer_idle_share']:.0%}"
+        f"trainer idle {data['trainer_idle_share']:.0%}",
+        soft_wrap=True,
     )
     console.print(f"picture:     {options.output / 'learning.png'}")
     console.print(f"trajectory:  {options.output / 'trajectory.txt'}")
     console.print("figures:     demo-report.json")
     console.print("next:        .venv/bin/rollserve doctor   what this machine can do")
     console.print(
-        f"             .venv/bin/rollserve serve --data-dir {options.output / 'data'}   look around"
+        f"             .venv/bin/rollserve serve --data-dir {options.output / 'data'}   then, beside it:\n"
+        "             .venv/bin/rollserve status   the demo's runs and rollouts",
+        soft_wrap=True,
     )
     console.print("             docs/quickstart.md   your own agent, task and trainer")
 

@@ -111,4 +111,4 @@ class View:
             self._live.update(render(record), refresh=True)
         elif time.monotonic() - self._last_line >= LINE_EVERY_S:
             self._last_line = time.monotonic()
-            self._console.print(Text(line(record)))
+            self._console.print(Text(line(record)), soft_wrap=True)

@@ -8,6 +8,7 @@ there itself is all it can smuggle in.
 from __future__ import annotations
 
 import posixpath
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ async def pack(
 ) -> Carried:
     """The files under ``paths``, those that exist.
 
-    Raises ``AgentFailure`` when the agent left more than ``carry_bytes`` (or no room to pack it),
+    Raises ``AgentFailure`` when the agent left more than ``carry_bytes`` (or no room or process to pack it),
     ``InfrastructureFailure`` when they can't be packed here.
     """
     in_workspace, elsewhere = _split(paths)
@@ -117,6 +118,11 @@ async def _pack(
         data = await sandbox.read_file(archive, limit_bytes=limit_bytes)
     except TooLarge as error:
         raise AgentFailure(f"the files to grade are over {limit_bytes} bytes", operation="carry") from error
+    except SandboxError as error:
+        if not _NO_FORK.search(words):
+            raise
+        message = f"what the agent left running leaves no process to pack the files to grade: {words}"
+        raise AgentFailure(message, operation="carry") from error
     await sandbox.exec(f"rm -f {archive}", timeout_s=timeout_s)
     return data
 
@@ -137,6 +143,7 @@ async def _unpack(
 
 _WORKSPACE = f'"${{WORKSPACE:-{WORKDIR}}}"'
 _NO_TAR = (126, 127)
+_NO_FORK = re.compile("fork.*temporarily unavailable|cannot fork", re.IGNORECASE)
 _TAR_CUT = 141
 _NO_ROOM = 99
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from contextlib import aclosing
@@ -23,6 +24,7 @@ Where = tuple[str, str | None]
 SHOWN_ROLLOUTS = 8
 PATIENCE_S = 3.0
 """A person at a terminal would rather hear at once that there is no server."""
+LOOK_EVERY_S = 2.0
 
 
 def read_text(path: Path) -> str:
@@ -88,7 +90,7 @@ async def submit(
         if not as_json:
             out.print(f"run {handle.id}: {counted(len(groups), 'group')} of {num_rollouts} submitted")
         if wait:
-            summary["rewards"] = await _wait(handle, {group.id for group in groups}, quiet=as_json)
+            summary["rewards"] = await _wait(client, handle, {group.id for group in groups}, quiet=as_json)
     if as_json:
         print_json(summary)
     elif not wait:
@@ -96,25 +98,50 @@ async def submit(
     return 0
 
 
-async def _wait(handle: RunHandle, ids: set[str], *, quiet: bool) -> dict[str, list[float | None]]:
+async def _report_backends(client: Client, policy: str) -> None:
+    """Say once of each backend of the policy that it has failed: until it is back nothing moves."""
+    said: set[str] = set()
+    while True:
+        for backend in (await client.status()).backends:
+            name, error = str(backend.get("url")), backend.get("error")
+            if backend.get("policy") == policy and error and name not in said:
+                said.add(name)
+                err.print(f"backend {name} does not answer: {error}", style="yellow", markup=False)
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def _wait(
+    client: Client, handle: RunHandle, ids: set[str], *, quiet: bool
+) -> dict[str, list[float | None]]:
     """Rewards by group id, each reported as it finishes."""
     rewards: dict[str, list[float | None]] = {}
     columns = (TextColumn("groups"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, disable=quiet) as progress:
-        bar = progress.add_task("groups", total=len(ids))
-        async with aclosing(handle.groups(trainer="rollserve-cli", auto_ack=False)) as stream:
-            while ids - rewards.keys():
-                group = await anext(stream)
-                await group.ack()
-                if group.group.id in ids:
-                    rewards[group.group.id] = group.rewards
-                    progress.advance(bar)
+    watching = asyncio.create_task(_report_backends(client, handle.run.spec.policy))
+    try:
+        with Progress(*columns, console=err, disable=quiet) as progress:
+            await _collect(handle, ids, rewards, progress)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
     if not quiet:
         graded = [r for group in rewards.values() for r in group if r is not None]
         total = sum(len(group) for group in rewards.values())
         mean = f"{sum(graded) / len(graded):.3f}" if graded else "none"
         out.print(f"{total} rollouts, {len(graded)} graded, mean reward {mean}")
     return rewards
+
+
+async def _collect(
+    handle: RunHandle, ids: set[str], rewards: dict[str, list[float | None]], progress: Progress
+) -> None:
+    bar = progress.add_task("groups", total=len(ids))
+    async with aclosing(handle.groups(trainer="rollserve-cli", auto_ack=False)) as stream:
+        while ids - rewards.keys():
+            group = await anext(stream)
+            await group.ack()
+            if group.group.id in ids:
+                rewards[group.group.id] = group.rewards
+                progress.advance(bar)
 
 
 async def status(where: Where, run_id: str | None, *, as_json: bool) -> int:

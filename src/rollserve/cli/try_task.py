@@ -25,7 +25,7 @@ from rollserve.cli.talk import PATIENCE_S, parse_task, print_message, read_text
 from rollserve.client import Client
 from rollserve.config import Settings
 from rollserve.errors import InvalidInput, UnknownName
-from rollserve.executor.base import PolicyView, StartAttempt
+from rollserve.executor.base import BackendReport, FromWorker, PolicyView, StartAttempt
 from rollserve.records.call import Call, Message
 from rollserve.records.policy import Backend, BackendKind, BackendSpec, Policy, PolicySpec, RendererSpec
 from rollserve.records.rollout import Attempt, RolloutState, Stage
@@ -213,7 +213,7 @@ async def try_task(
             policy_json=policy.model_dump_json().encode(),
             backends_json=[backend_json(backend) for backend in backends],
         )
-        async with open_workplace(settings, tell=lambda message: None) as place:
+        async with open_workplace(settings, tell=_tell) as place:
             await place.catalogs.check_task(task, "")
             _warn(place, task)
             place.gateway.update_policy(view)
@@ -225,6 +225,13 @@ def _warn(place: Workplace, task: Task) -> None:
     report = place.catalogs.runtimes[task.runtime or place.catalogs.default_runtime].report()
     if not report.isolated:
         err.print(f"UNSAFE: the runtime {report.name!r} isolates nothing; what the model writes runs as you")
+
+
+def _tell(message: FromWorker) -> None:
+    """A model that does not answer must not look like a model that thinks."""
+    if isinstance(message, BackendReport):
+        state = "answers again" if message.ok else f"does not answer: {message.detail}"
+        err.print(f"· the backend {state}", style="yellow", markup=False)
 
 
 def _settings(path: Path | None, folder: Path, *, allow_unsafe: bool) -> Settings:

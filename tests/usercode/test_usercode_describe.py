@@ -9,7 +9,7 @@ import pytest
 
 from rollserve.errors import ConfigError, InvalidInput
 from rollserve.usercode.base import Role
-from rollserve.usercode.hosts import HostSettings, ZygoteHosts, check_at_startup
+from rollserve.usercode.hosts import HostSettings, ZygoteHosts
 
 
 async def test_a_tool_is_described_by_its_signature_and_docstring(hosts: ZygoteHosts, code_dir: Path) -> None:
@@ -104,11 +104,3 @@ async def test_start_checks_what_is_to_be_preloaded(code_dir: Path) -> None:
         assert caught.value.field == "preload.1"
     finally:
         await hosts.close()
-
-
-def test_the_check_at_start_up_blocks_and_is_precise(code_dir: Path) -> None:
-    check_at_startup(["good:add", "threaded:f"], code_dir=code_dir)
-    with pytest.raises(ConfigError, match=r"preload\.0.*at import"):
-        check_at_startup(["broken_body:f"], code_dir=code_dir)
-    with pytest.raises(ConfigError, match="no such folder"):
-        check_at_startup([], code_dir=code_dir / "missing")

@@ -181,17 +181,3 @@ class ZygoteHosts:
                     await self._zygote.close()
                 self._zygote = await ZygoteClient.start(self._code_dir, timeout_s=self._settings.start_s)
             return self._zygote
-
-
-def check_at_startup(paths: Sequence[str], *, code_dir: Path | None = None) -> None:
-    """Import and check every path, in processes of their own, before a server starts. Blocks; not
-    for a running event loop. Raises ``ConfigError`` with the field ``preload.<i>``."""
-
-    async def check() -> None:
-        hosts = ZygoteHosts(code_dir=code_dir, max_hosts=1, preload=paths)
-        try:
-            await hosts.start()
-        finally:
-            await hosts.close()
-
-    asyncio.run(check())

@@ -15,7 +15,7 @@ from rollserve.errors import ConfigError
 SWITCH_INTERVAL_S = 0.001
 """Threads decode payloads beside the loop; with Python's default it waits 5 ms for each of them."""
 
-GC_THRESHOLDS = (20_000, 50, 100)
+GC_THRESHOLDS = (10_000, 10, 10)
 """Thousands of sessions are many live objects: full collections are rare, young ones cheap."""
 
 

@@ -209,6 +209,7 @@ def bench(
     latency_ms: Annotated[float, typer.Option(min=0, help="The scripted backend's latency.")] = 50.0,
     workers: Annotated[int, typer.Option(min=1, max=256, help="Worker processes.")] = 1,
     runtime: Annotated[str, typer.Option(help="`none` leaves sandboxes out.")] = "none",
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Times all episodes are run; medians.")] = 3,
     as_json: Json = False,
 ) -> None:
     """Load this machine with scripted episodes: what the service costs, without a GPU."""
@@ -222,6 +223,7 @@ def bench(
         latency_ms=latency_ms,
         workers=workers,
         runtime=runtime,
+        rounds=rounds,
     )
     run_async(bench_(plan, as_json=as_json))
 

@@ -39,7 +39,7 @@ class BenchPlan:
     latency_ms: float
     workers: int
     runtime: str
-    rounds: int = 3
+    rounds: int
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -242,6 +243,7 @@ def doctor(
 
 def run() -> None:
     """Errors of ours are one line and exit code 1; anything else is a traceback."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a command started ends with it
     try:
         app()
     except RollserveError as error:

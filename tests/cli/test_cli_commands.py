@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rollserve.records.task import GraderSpec
 from tests.integration.conftest import Server, add_policy, shell_task
 
 
@@ -124,3 +125,20 @@ async def test_a_server_that_may_not_open_enough_files_says_so(tmp_path: Path) -
     _, err = await asyncio.wait_for(process.communicate(), timeout=60)
     assert process.returncode == 1
     assert b"ulimit -n" in err
+
+
+async def test_try_opens_a_shell_in_the_sandbox_of_a_task_that_earned_nothing(
+    server: Server, backend_url: str, runtime: str, tmp_path: Path
+) -> None:
+    async with server.client() as client:
+        await add_policy(client, backend_url)
+    grader = GraderSpec(name="numeric", options={"answer": 41})
+    task = tmp_path / "task.json"
+    task.write_text(shell_task(runtime=runtime, grader=grader).model_dump_json())
+    flags = ["--allow-unsafe-runtime"] if runtime == "process" else []
+    at = ("--policy", "tiny", "--url", server.url)
+    code, out, err = await rollserve("try", str(task), "--shell", *at, *flags, stdin="wc -l < note\nexit\n")
+    assert code == 0, err
+    assert "the sandbox is kept" in err
+    assert "1\n" in out
+    assert "completed: reward 0.0" in out

@@ -112,7 +112,7 @@ def try_(
         typer.Option("--renderer-option", help="Of --renderer, e.g. enable_thinking=false; repeatable."),
     ] = None,
     keep: Annotated[
-        bool, typer.Option("--shell", help="When there is no reward, open a shell in the sandbox.")
+        bool, typer.Option("--shell", help="Without a reward above 0, open a shell in the sandbox.")
     ] = False,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
     allow_unsafe_runtime: Annotated[

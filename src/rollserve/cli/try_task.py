@@ -28,7 +28,7 @@ from rollserve.errors import InvalidInput, UnknownName
 from rollserve.executor.base import BackendReport, FromWorker, PolicyView, StartAttempt
 from rollserve.records.call import Call, Message
 from rollserve.records.policy import Backend, BackendKind, BackendSpec, Policy, PolicySpec, RendererSpec
-from rollserve.records.rollout import Attempt, RolloutState, Stage
+from rollserve.records.rollout import Attempt, Stage
 from rollserve.records.run import RunSpec, SamplingSettings
 from rollserve.records.task import Task
 from rollserve.rollouts.attempt import AttemptRunner
@@ -191,9 +191,9 @@ async def _play(place: Workplace, settings: Settings, start: StartAttempt, quiet
     )
     attempt = await runner.run()
     if observer.kept is not None:
-        graded = attempt is not None and attempt.outcome is RolloutState.COMPLETED
+        earned = attempt is not None and (attempt.reward or 0.0) > 0
         try:
-            if not graded:
+            if not earned:
                 await _shell(observer.kept, start.task().limits.command_s)
         finally:
             await observer.kept.close()

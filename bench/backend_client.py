@@ -18,6 +18,7 @@ from contextlib import contextmanager
 import uvloop
 
 from rollserve.backend.base import GenerateRequest
+from rollserve.backend.member import PoolSettings
 from rollserve.backend.pool import BackendPool
 from rollserve.records import policy
 from rollserve.records.call import SamplingParams
@@ -44,7 +45,7 @@ def cpu_s(pid: int) -> float:
 
 
 async def measure(url: str, options: argparse.Namespace) -> dict[str, float]:
-    pool = BackendPool(model="scripted")
+    pool = BackendPool(model="scripted", settings=PoolSettings(concurrency="off"))
     info = BackendInfo(engine="scripted", models=["scripted"])
     spec = BackendSpec(url=url, kind=BackendKind.SCRIPTED)
     pool.update([policy.Backend(id="a", policy="p", spec=spec, info=info)])

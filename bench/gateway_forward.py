@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rollserve.backend.base import GenerateRequest, Generation, Routed, TokenSink
+from rollserve.backend.base import GenerateRequest, Generation, Routed, TokenSink, unrefunded
 from rollserve.executor.base import PolicyView
 from rollserve.gateway import forward, rendering
 from rollserve.gateway.base import SessionSpec
@@ -28,7 +28,8 @@ from rollserve.records.call import Message
 from rollserve.records.policy import Backend, BackendInfo, BackendSpec, Policy, PolicySpec, RendererSpec
 from rollserve.records.run import RunSpec
 from rollserve.records.task import Limits
-from rollserve.sandbox.tools import SHELL_SCHEMA
+from rollserve.records.update import WeightUpdate
+from rollserve.sandbox.tools.plain import ShellTool
 from rollserve.store.payloads import FilePayloadStore
 
 INFO = BackendInfo(engine="none", models=["m"], logprobs_mode="processed")
@@ -42,6 +43,9 @@ class InstantPool:
     def update(self, backends: list[Backend]) -> None:
         self.backends = backends
 
+    def hold(self, update: WeightUpdate | None) -> None:
+        """Weights do not change here."""
+
     def stats(self) -> dict[str, dict[str, Any]]:
         return {}
 
@@ -52,9 +56,13 @@ class InstantPool:
         on_tokens: TokenSink | None = None,
         *,
         pause: Callable[[], AbstractContextManager[None]] = nullcontext,
+        refundable: Callable[[], Callable[[], None]] = unrefunded,
     ) -> Routed:
         generation = Generation(token_ids=self.ids, logprobs=self.logprobs, finish_reason="stop")
         return Routed(generation=generation, backend_id="b", info=INFO)
+
+    async def stalled(self, session_id: str, run_s: float) -> None:
+        return None
 
     def release(self, session_id: str) -> None:
         self.backends = self.backends
@@ -67,6 +75,9 @@ class NoClock:
     @contextmanager
     def pause(self) -> Iterator[None]:
         yield
+
+    def refundable(self) -> Callable[[], None]:
+        return unrefunded()
 
 
 def sampled_ids(tokenizer_name: str, count: int) -> list[int]:
@@ -132,7 +143,7 @@ async def episode(service: GatewayService, payloads: FilePayloadStore, index: in
         Message(role="system", content="You are a helpful agent."),
         Message(role="user", content="Go."),
     ]
-    tools = (SHELL_SCHEMA,)
+    tools = (ShellTool.schema,)
     for turn in range(turns):
         reply = await session.model.chat(messages, tools=tools)
         messages.append(reply.message)

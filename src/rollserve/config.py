@@ -22,7 +22,7 @@ from pydantic_settings import (
 
 from rollserve.errors import ConfigError
 
-OTHER_VARIABLES = frozenset({"url", "api_key", "config", "venv"})
+OTHER_VARIABLES = frozenset({"url", "api_key", "config", "venv", "test_harnesses"})
 """``ROLLSERVE_…`` variables that are no settings."""
 
 Slots = Annotated[int, Field(ge=1, le=100_000)]
@@ -33,11 +33,13 @@ class _Section(BaseModel):
 
 
 class ApiSettings(_Section):
-    """``host`` other than a loopback address needs a key. ``max_body_mb`` bounds a request."""
+    """``host`` other than a loopback address needs a key. ``max_body_mb`` bounds a request,
+    ``max_requests`` how many are in flight at once, event streams and waiting leases among them."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8700
     max_body_mb: Annotated[int, Field(ge=1, le=4096)] = 64
+    max_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
     max_groups_per_request: Annotated[int, Field(ge=1)] = 10_000
     max_rollouts_per_group: Annotated[int, Field(ge=1)] = 1024
     max_event_streams: Annotated[int, Field(ge=1)] = 256
@@ -65,10 +67,41 @@ class WorkerSettings(_Section):
     grade_slots: Slots = 16
     runtime: str = "bubblewrap"
     allow_unsafe_runtime: bool = False
+    allow_unheld_limits: bool = False
+    cgroup: Path | None = None
+    spare_sandboxes: Annotated[int, Field(ge=0, le=10_000)] = 16
     gateway_host: str = "127.0.0.1"
+    harness_dir: Path | None = None
     code_hosts: Slots = 32
     code_memory_mb: Annotated[int | None, Field(ge=64)] = None
     shutdown_grace_s: float = 5.0
+
+
+class ImagesSettings(_Section):
+    """The cache of sandbox images: where it lies, how large it may grow; time-outs of a task's prepare steps
+    together and of one RUN of a recipe; how registries are spoken to."""
+
+    dir: Path | None = None
+    max_gb: Annotated[float, Field(gt=0)] = 50.0
+    prepare_s: Annotated[float, Field(gt=0)] = 600.0
+    step_s: Annotated[float, Field(gt=0)] = 1800.0
+    auth_file: Path | None = None
+    insecure_registries: list[str] = []
+
+
+class BackendsSettings(_Section):
+    """When a worker asks a backend on which nothing moves for its health, and when it gives up a
+    generation that says nothing; how long a new one takes to get its whole share; whether backends are
+    asked for the logprobs of a few tokens after each change of weights, and how far these may be apart;
+    how many calls a worker has on a backend at once: as many as its metrics speak for (``auto``), a number,
+    or any (``off``)."""
+
+    quiet_s: Annotated[float, Field(gt=0)] = 120.0
+    silent_s: Annotated[float, Field(gt=0)] = 600.0
+    slow_start_s: Annotated[float, Field(ge=0)] = 30.0
+    concurrency: Literal["auto", "off"] | Annotated[int, Field(ge=1)] = "auto"
+    canary: bool = True
+    canary_tolerance: Annotated[float, Field(gt=0)] = 0.1
 
 
 class DeliverySettings(_Section):
@@ -78,7 +111,8 @@ class DeliverySettings(_Section):
 
 class Settings(BaseSettings):
     """``data_dir`` holds database, payloads and logs. ``code_dir`` is a folder of the user's Python
-    (agents, graders, tools), put on the import path of code hosts only."""
+    (agents, graders, tools, filters), put on the import path of code hosts only. ``source_dir`` is the
+    folder of task files (JSONL) that runs may take their tasks from."""
 
     model_config = SettingsConfigDict(
         env_prefix="ROLLSERVE_",
@@ -89,17 +123,35 @@ class Settings(BaseSettings):
 
     data_dir: Path = Path(".rollserve")
     code_dir: Path | None = None
+    source_dir: Path | None = None
     preload: list[str] = []
     """Import paths of user code checked at start-up (``my.module:Class``)."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     api: ApiSettings = ApiSettings()
     store: StoreSettings = StoreSettings()
     workers: WorkerSettings = WorkerSettings()
+    images: ImagesSettings = ImagesSettings()
+    backends: BackendsSettings = BackendsSettings()
     delivery: DeliverySettings = DeliverySettings()
 
     @property
     def store_url(self) -> str:
         return self.store.url or f"sqlite:///{(self.data_dir / 'rollserve.db').absolute()}"
+
+    @property
+    def harness_folder(self) -> Path:
+        return (self.workers.harness_dir or self.data_dir / "harnesses").absolute()
+
+    @property
+    def image_folder(self) -> Path:
+        return (self.images.dir or self.data_dir / "images").absolute()
+
+    @property
+    def registry_auth_file(self) -> Path:
+        """Docker's own ``config.json`` unless another file is named."""
+        docker = os.environ.get("DOCKER_CONFIG")
+        folder = Path(docker) if docker else Path("~/.docker").expanduser()
+        return self.images.auth_file or folder / "config.json"
 
     @property
     def payload_dir(self) -> Path:

@@ -16,8 +16,11 @@ The failure model in three lines:
     │   ├── UnknownName             400  … and the nearest known name
     │   └── ContextTooLong          400  prompt longer than the model's context
     ├── Unauthenticated             401
+    │   └── UnknownSecret           401  no session of this worker has (or had) it
     ├── Forbidden                   403
+    │   └── AnothersSession         403  a session's secret under another session's address
     ├── NotFound                    404
+    ├── MethodNotAllowed            405  a known path, another method
     ├── Conflict                    409
     │   ├── InvalidTransition            a move that the table of moves does not have
     │   ├── StaleEpoch                   fenced: a newer attempt or trainer took over
@@ -32,7 +35,8 @@ The failure model in three lines:
         │   ├── SandboxError
         │   ├── InexactTokens            and the run says ``on_inexact = "fail"``
         │   └── BackendError
-        │       └── BackendUnavailable   nothing answered: another backend may
+        │       ├── BackendUnavailable   nothing answered: another backend may
+        │       └── CannotScore     501  it generates, and gives no logprobs of a prompt
         ├── AgentFailure                 the agent's code crashed
         ├── GraderFailure                the grader's code crashed or timed out; retried
         ├── LimitReached                 a budget of the task ran out
@@ -111,7 +115,22 @@ class UnknownName(InvalidInput):
 
 
 class ContextTooLong(InvalidInput):
+    """``prompt_tokens`` and ``context_tokens`` are set where both are known: some clients read them."""
+
     code = "context_too_long"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        hint: str | None = None,
+        prompt_tokens: int | None = None,
+        context_tokens: int | None = None,
+    ) -> None:
+        super().__init__(message, field=field, hint=hint)
+        self.prompt_tokens = prompt_tokens
+        self.context_tokens = context_tokens
 
 
 class Unauthenticated(RollserveError):
@@ -119,14 +138,27 @@ class Unauthenticated(RollserveError):
     status = 401
 
 
+class UnknownSecret(Unauthenticated):
+    code = "unknown_secret"
+
+
 class Forbidden(RollserveError):
     code = "forbidden"
     status = 403
 
 
+class AnothersSession(Forbidden):
+    code = "anothers_session"
+
+
 class NotFound(RollserveError):
     code = "not_found"
     status = 404
+
+
+class MethodNotAllowed(RollserveError):
+    code = "method_not_allowed"
+    status = 405
 
 
 class Conflict(RollserveError):
@@ -210,6 +242,11 @@ class BackendUnavailable(BackendError):
     code = "backend_unavailable"
 
 
+class CannotScore(BackendError):
+    code = "cannot_score"
+    status = 501
+
+
 class AgentFailure(EpisodeFailure):
     code = "agent_failure"
     kind = FailureKind.AGENT
@@ -234,3 +271,16 @@ class LimitReached(EpisodeFailure):
 class AttemptCancelled(EpisodeFailure):
     code = "cancelled"
     kind = FailureKind.CANCELLED
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Of an error that is kept for what it says, drop where it came from, causes included. A traceback
+    holds the frames it went through with all their variables; where one of those keeps the error, all
+    of it would stay until the collector comes by."""
+    todo, seen = [error], set[int]()
+    while todo:
+        each = todo.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            todo += [each.__cause__, each.__context__]

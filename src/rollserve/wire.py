@@ -15,13 +15,15 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from rollserve.records.base import NAME_PATTERN, Name, Record
-from rollserve.records.call import Break, Call, Message, SamplingParams, VersionSpan
+from rollserve.records.call import Break, Call, Drift, Label, Message, SamplingParams, VersionSpan
+from rollserve.records.control import GroupRule
 from rollserve.records.delivery import Checkpoint, Lease
 from rollserve.records.policy import MAX_VERSION, Backend, BackendSpec, PolicySpec
 from rollserve.records.rollout import Attempt, Group, Rollout
-from rollserve.records.run import Run, RunSpec
-from rollserve.records.sample import Sample
+from rollserve.records.run import Run, RunSpec, SourceStatus
+from rollserve.records.sample import Sample, TokenReport
 from rollserve.records.task import Task
+from rollserve.records.update import UpdateMode
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
@@ -53,6 +55,33 @@ class SetVersion(Record):
     label: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 
+LeaseSeconds = Annotated[float, Field(ge=1, le=86400)]
+
+
+class BeginUpdate(Record):
+    """``mode`` says what becomes of calls in flight. Without a renewal or a commit within ``lease_s`` the
+    backends go on at the version they had."""
+
+    mode: UpdateMode = UpdateMode.DRAIN
+    lease_s: LeaseSeconds = 300.0
+
+
+class CommitUpdate(Record):
+    """``label`` is what backends will call these weights; the version's decimal text when left out.
+    ``canary`` are the trainer's logprobs of the update's ``canary_ids``, of each but the first, at
+    temperature 1."""
+
+    version: Annotated[int, Field(ge=0, le=MAX_VERSION)]
+    label: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    canary: Annotated[list[Annotated[float, Field(le=1e-3)]], Field(max_length=1024)] | None = None
+
+
+class RenewUpdate(Record):
+    """Without ``lease_s``, for as long as before."""
+
+    lease_s: LeaseSeconds | None = None
+
+
 class RegisterBackend(BackendSpec):
     pass
 
@@ -69,9 +98,23 @@ class OpenRun(RunSpec):
     pass
 
 
+class BinCount(Record):
+    """So many attempts, rollouts or groups, with what they sampled."""
+
+    count: int
+    tokens: int
+
+
 class RunStatus(Record):
+    """``counts`` are rollouts and groups by state. ``bins`` by kind: ``tokens`` (what became of every
+    sampled token; all together are what was sampled), ``staleness`` (rollouts handed over, by versions
+    behind), ``stale_length`` (too old, by sampled tokens of the episode), ``groups`` (left out by filter,
+    stopped, carried over, …)."""
+
     run: Run
     counts: dict[str, int]
+    bins: dict[str, dict[str, BinCount]] = {}
+    source: SourceStatus | None = None
 
 
 class RunClosed(Record):
@@ -89,8 +132,11 @@ class Pruned(Record):
 
 
 class GroupBody(Record):
+    """``rule`` says when the group is over; without it the run's does."""
+
     task: Task
     num_rollouts: Annotated[int, Field(ge=1)] = 1
+    rule: GroupRule | None = None
 
 
 class SubmitGroups(Record):
@@ -116,17 +162,21 @@ class GroupSummary(Record):
 
 
 class GroupStatus(Record):
+    """``counts`` are its rollouts by state."""
+
     group: Group
-    rollouts: list[Rollout]
+    counts: dict[str, int]
 
 
 class RolloutStatus(Record):
-    """``stage`` is where a running rollout is now."""
+    """``stage`` is where a running rollout is now. ``attempts`` is how many there were, those that are
+    not held against the rollout included."""
 
     rollout: Rollout
     task: Task
     stage: str | None = None
-    attempts: list[Attempt]
+    attempts: int
+    last_attempt: Attempt | None
 
 
 class Cancelled(Record):
@@ -137,11 +187,13 @@ class Cancelled(Record):
 
 
 class LeaseGroups(Record):
-    """Up to ``max_groups`` finished groups; waits up to ``wait_s`` seconds for the first."""
+    """Up to ``max_groups`` finished groups, that sampled up to ``max_tokens`` tokens in usable rollouts
+    (one group always goes); waits up to ``wait_s`` seconds for the first."""
 
     trainer: Annotated[str, Field(pattern=NAME_PATTERN)] = "default"
     epoch: Annotated[int | None, Field(ge=0)] = None
     max_groups: Annotated[int, Field(ge=1, le=4096)] = 16
+    max_tokens: Annotated[int | None, Field(ge=1, lt=2**63)] = None
     wait_s: Annotated[float, Field(ge=0, le=60)] = 20.0
     ttl_s: Annotated[float | None, Field(gt=0, le=86400)] = None
 
@@ -181,7 +233,8 @@ class Artifact(Record):
 
 
 class ServerStatus(Record):
-    """The live view's data: counters only grow, ``stages`` are attempts by stage over all workers."""
+    """The live view's data: counters only grow, ``stages`` are attempts by stage over all workers,
+    ``backends`` the first 1000."""
 
     version: str
     uptime_s: float
@@ -225,11 +278,16 @@ class WireSample(msgspec.Struct, frozen=True, kw_only=True):
 
 class DeliveredRollout(msgspec.Struct, frozen=True, kw_only=True):
     """``rollout`` is ``records.rollout.Rollout`` as JSON-compatible data. ``note`` says why a rollout
-    that should have samples has none."""
+    that should have samples has none, or what of them is not trained; ``tokens`` what became of those that
+    were sampled. ``staleness``: versions between its oldest trained token and the policy's now; ``stale``:
+    more than the run's bound."""
 
     rollout: dict[str, Any]
     samples: list[WireSample]
     note: str | None = None
+    tokens: TokenReport | None = None
+    staleness: int | None = None
+    stale: bool = False
 
 
 class DeliveredGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,11 +299,13 @@ class DeliveredGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     """``lease`` is ``records.delivery.Lease`` as data; None when nothing finished in time (then
-    ``groups`` is empty). ``policy_version`` is the policy's at the time of the answer."""
+    ``groups`` is empty). ``policy_version`` is the policy's at the time of the answer. ``over``: nothing
+    will come any more; a code (``run_closed``, ``source_ended``, ``source_failed``) and why."""
 
     lease: dict[str, Any] | None
     groups: list[DeliveredGroup]
     policy_version: int
+    over: tuple[str, str] | None = None
 
 
 class WireCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,6 +327,10 @@ class WireCall(msgspec.Struct, frozen=True, kw_only=True):
     constrained: bool
     broke: Break | None
     inexact: str | None
+    label: Label
+    origin: str | None
+    drift: tuple[Drift, ...]
+    policy: str
     started_at: float
     first_token_at: float | None
     finished_at: float
@@ -294,6 +358,9 @@ class TrajectoryNode(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[VersionSpan, ...]
     broke: Break | None
     inexact: str | None
+    label: Label
+    origin: str | None
+    drift: tuple[Drift, ...]
     seconds: float
 
 
@@ -354,6 +421,10 @@ def to_wire_call(call: Call, form: Form) -> WireCall:
         constrained=call.constrained,
         broke=call.broke,
         inexact=call.inexact,
+        label=call.label,
+        origin=call.origin,
+        drift=call.drift,
+        policy=call.policy,
         started_at=call.started_at,
         first_token_at=call.first_token_at,
         finished_at=call.finished_at,
@@ -372,6 +443,9 @@ def to_node(call: Call) -> TrajectoryNode:
         versions=call.versions,
         broke=call.broke,
         inexact=call.inexact,
+        label=call.label,
+        origin=call.origin,
+        drift=call.drift,
         seconds=max(0.0, call.finished_at - call.started_at),
     )
 

@@ -34,6 +34,13 @@ class Solver:
                 messages.append(Message(role="tool", content=result.text, tool_call_id=call.id))
         return AgentResult(truncated_by="turns", detail={"seen": len(messages)})
 
+class Looks:
+    """Calls a tool and answers with what it attached."""
+
+    async def run(self, episode):
+        result = await episode.tools.call("picture", "{}")
+        return result.attachments[0].media_type + " " + result.attachments[0].base64
+
 class Nothing:
     async def run(self, episode):
         return None
@@ -80,7 +87,7 @@ class NotAsync:
 
 TOOLS = '''
 import os, time
-from rollserve.sandbox.tools import ToolResult
+from rollserve.sandbox.tools import Attachment, ToolResult
 
 SEEN = []
 
@@ -103,6 +110,9 @@ def slow() -> str:
 
 def finish(answer: str) -> ToolResult:
     return ToolResult(text="ok", answer=answer)
+
+def picture() -> ToolResult:
+    return ToolResult(text="[attached]", attachments=(Attachment(media_type="image/png", base64="UE5H"),))
 
 async def cat(sandbox, path: str) -> str:
     """Show a file."""

@@ -8,7 +8,7 @@ import pytest
 
 from rollserve.agent.base import AgentResult
 from rollserve.agent.registry import AgentCatalog
-from rollserve.agent.toolbox import BuiltToolbox
+from rollserve.agent.toolbox import BuiltToolbox, ToolCatalog
 from rollserve.errors import (
     AgentFailure,
     BackendUnavailable,
@@ -19,8 +19,8 @@ from rollserve.errors import (
 )
 from rollserve.records.call import Message
 from rollserve.records.task import AgentSpec
-from rollserve.sandbox.tools import EchoTool
-from rollserve.testing.fakes import ScriptedModel, Turn, says, some_episode
+from rollserve.sandbox.tools.plain import EchoTool
+from rollserve.testing.fakes import ScriptedModel, Turn, says, some_episode, some_task
 from rollserve.usercode.hosts import ZygoteHosts
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -54,6 +54,13 @@ async def test_what_it_returns_is_its_result(agent_hosts: ZygoteHosts) -> None:
     turn = says("", ("echo", "{}"))
     result, _ = await run(agent_hosts, "Solver", turn, turns=1)
     assert result == AgentResult(truncated_by="turns", detail={"seen": 3})
+
+
+async def test_attachments_of_a_tool_reach_it(agent_hosts: ZygoteHosts) -> None:
+    entry = await AgentCatalog(agent_hosts).resolve(AgentSpec(name="my_agents:Looks"))
+    async with ToolCatalog(agent_hosts).open(some_task(tools=["my_tools:picture"]), None) as tools:
+        result = await entry.make({}).run(some_episode(ScriptedModel(), tools))
+    assert result.answer == "image/png UE5H"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +119,7 @@ async def test_a_cancel_ends_model_call_and_process(agent_hosts: ZygoteHosts) ->
 
 async def test_agents_are_found_by_name_or_path(agent_hosts: ZygoteHosts) -> None:
     catalog = AgentCatalog(agent_hosts, installed={"solver": "my_agents:Solver"})
-    assert catalog.names == ["solver", "tool"]
+    assert {"solver", "tool", "command"} <= set(catalog.names)
     await catalog.check(AgentSpec(name="solver", options={"prefix": "x"}))
     await catalog.check(AgentSpec(name="tool", options={"system": "x"}))
     assert not (await catalog.resolve(AgentSpec())).hosted

@@ -14,7 +14,7 @@ from rollserve.agent.toolbox import BuiltToolbox
 from rollserve.errors import BackendError, BackendUnavailable, ContextTooLong, LimitReached, SandboxError
 from rollserve.records.call import Message, ToolCall
 from rollserve.sandbox.base import ExecResult
-from rollserve.sandbox.tools import EchoTool, ShellTool, SubmitTool
+from rollserve.sandbox.tools.plain import EchoTool, ShellTool, SubmitTool
 from rollserve.testing.fakes import FakeSandbox, ScriptedModel, Turn, says, some_episode
 
 
@@ -82,7 +82,7 @@ async def test_what_the_model_does_wrong_comes_back_to_it() -> None:
     unknown, no_json, no_command, no_object = (message.content for message in model.asked[2][-4:])
     assert "did you mean 'shell'" in unknown
     assert "not valid JSON" in no_json
-    assert "'command' must be a string" in no_command
+    assert "`command` is required (string)" in no_command
     assert "must be a JSON object" in no_object
 
 

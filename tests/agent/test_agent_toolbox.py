@@ -47,6 +47,37 @@ async def test_a_command_that_can_not_be_run_is_an_error_the_model_reads(agent_h
     assert "NUL" in result.text
 
 
+async def test_arguments_that_do_not_fit_are_explained(agent_hosts: ZygoteHosts) -> None:
+    names = ("str_replace_editor", "bash", "my_tools:remember")
+    async with opened(agent_hosts, *names, sandbox=FakeSandbox()) as tools:
+        for name, arguments, says in (
+            ("str_replace_editor", '{"comand": "view", "path": "f"}', "`comand` is not known (did you mean"),
+            ("str_replace_editor", '{"command": "look", "path": "f"}', "`command` must be one of"),
+            ("str_replace_editor", '{"command": "view"}', "`path` is required (string)"),
+            (
+                "str_replace_editor",
+                '{"command": "view", "path": "f", "view_range": [1, "b"]}',
+                "`view_range.1`",
+            ),
+            ("bash", '{"command": ["ls"]}', "`command` must be string, not array"),
+            ("bash", '{"command": "ls", "timeout_s": 0}', "`timeout_s` must be more than 0"),
+            ("remember", '{"word": 7}', "`word` must be string, not integer"),
+        ):
+            result = await tools.call(name, arguments)
+            assert result.is_error
+            assert says in result.text
+        assert agent_hosts.live == 0
+
+
+async def test_numbers_written_as_text_are_read(agent_hosts: ZygoteHosts) -> None:
+    sandbox = FakeSandbox(files={"/workspace/f": b"one\ntwo\n"})
+    sandbox._shell = lambda command: ExecResult(output="file 8\n", exit_code=0)
+    async with opened(agent_hosts, "str_replace_editor", sandbox=sandbox) as tools:
+        arguments = '{"command": "insert", "path": "f", "insert_line": "1", "new_str": "x"}'
+        assert not (await tools.call("str_replace_editor", arguments)).is_error
+    assert sandbox.files["/workspace/f"] == b"one\nx\ntwo\n"
+
+
 async def test_functions_share_a_host_that_ends_with_the_toolbox(agent_hosts: ZygoteHosts) -> None:
     async with opened(agent_hosts, "my_tools:remember", "my_tools:pid", "my_tools:finish") as tools:
         assert (await tools.call("remember", '{"word": "a"}')).text == "a"
@@ -121,7 +152,7 @@ async def test_bad_tools_are_named_before_anything_starts(
     agent_hosts: ZygoteHosts, tools: list[str], field: str, says: str
 ) -> None:
     with pytest.raises(InvalidInput) as caught:
-        await ToolCatalog(agent_hosts).check(tools)
+        await ToolCatalog(agent_hosts).check(some_task(tools=tools))
     assert caught.value.field == field
     assert says in str(caught.value)
     assert isinstance(caught.value, UnknownName) == (says == "did you mean 'shell'?")
@@ -129,9 +160,11 @@ async def test_bad_tools_are_named_before_anything_starts(
 
 async def test_who_needs_a_sandbox(agent_hosts: ZygoteHosts) -> None:
     catalog = ToolCatalog(agent_hosts)
-    assert await catalog.needs_sandbox(["shell", "submit"])
-    assert await catalog.needs_sandbox(["echo", "my_tools:cat"])
-    assert not await catalog.needs_sandbox(["echo", "submit", "my_tools:pid"])
+    assert await catalog.needs_sandbox(some_task())
+    assert await catalog.needs_sandbox(some_task(tools=["echo", "my_tools:cat"]))
+    talks = {"tools": ["echo", "submit", "my_tools:pid"]}
+    assert not await catalog.needs_sandbox(some_task(**talks))
+    assert await catalog.needs_sandbox(some_task(**talks, mcp_servers={"s": {"command": ["server"]}}))
     with pytest.raises(InvalidInput, match="needs a sandbox"):
         async with opened(agent_hosts, "shell"):
             raise AssertionError("opened")

@@ -264,10 +264,10 @@ async def test_an_answer_nobody_can_read(api: httpx.AsyncClient, run_id: str) ->
 async def test_a_bug_is_told_without_its_inside(
     api: httpx.AsyncClient, room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken() -> None:
+    async def broken(**_: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr(room.core.policies, "all", broken)
+    monkeypatch.setattr(room.core.policies, "page", broken)
     answer = await api.get("/v1/policies")
     assert (answer.status_code, problem(answer)["code"]) == (500, "internal")
     assert "secret" not in answer.text

@@ -9,8 +9,10 @@ import msgspec
 import pytest
 
 from rollserve.records.rollout import RolloutState
-from rollserve.testing.fakes_server import a_call, ended
+from rollserve.rollouts import policies
+from rollserve.testing.fakes_server import a_call, ended, fails
 from rollserve.testing.server_room import Room
+from rollserve.testing.store_facts import LOST
 from rollserve.wire import Delivery, RecordedCalls, WireSample, from_wire
 
 POLICY = {"name": "pol", "model": "m", "tokenizer": "tiny"}
@@ -90,15 +92,81 @@ async def test_groups_and_rollouts(api: httpx.AsyncClient, room: Room) -> None:
     assert await submit(api, run_id, 3, key="k") == groups
     await finished(api, room, run_id, 3)
     shown = (await api.get(f"/v1/groups/{groups[0]}")).json()
-    assert [rollout["state"] for rollout in shown["rollouts"]] == ["completed", "completed"]
+    assert shown["group"]["id"] == groups[0]
+    assert shown["counts"] == {"queued": 0, "running": 0, "completed": 2, "failed": 0, "cancelled": 0}
+    rollouts = (await api.get("/v1/rollouts", params={"group_id": groups[0]})).json()["items"]
     found = (await api.get(f"/v1/runs/{run_id}/groups", params={"state": "finished"})).json()
     assert [group["id"] for group in found["items"]] == groups
-    rollout_id = shown["rollouts"][1]["id"]
+    rollout_id = rollouts[1]["id"]
     status = (await api.get(f"/v1/rollouts/{rollout_id}")).json()
     assert (status["rollout"]["index"], status["task"]["instruction"], status["stage"]) == (1, "act", None)
-    assert len(status["attempts"]) == 1
+    assert (status["attempts"], status["last_attempt"]["outcome"]) == (1, "completed")
     attempts = (await api.get(f"/v1/rollouts/{rollout_id}/attempts")).json()["items"]
     assert attempts[0]["outcome"] == "completed"
+
+
+async def pages(api: httpx.AsyncClient, path: str, limit: int) -> list[list[Any]]:
+    """Every page of a list."""
+    found: list[list[Any]] = []
+    cursor: str | None = None
+    while not found or cursor is not None:
+        params = {"limit": str(limit)} | ({"cursor": cursor} if cursor else {})
+        answer = await api.get(path, params=params)
+        assert answer.status_code == 200, answer.text
+        found.append(answer.json()["items"])
+        cursor = answer.json()["next"]
+    return found
+
+
+async def test_policies_and_backends_are_paged(api: httpx.AsyncClient) -> None:
+    names = [f"p{number}" for number in range(5)]
+    for name in reversed(names):
+        assert (await api.post("/v1/policies", json={**POLICY, "name": name})).status_code == 201
+    found = await pages(api, "/v1/policies", 2)
+    assert [[policy["spec"]["name"] for policy in page] for page in found] == [
+        names[:2],
+        names[2:4],
+        names[4:],
+    ]
+    urls = [f"http://b:{number}" for number in range(1, 4)]
+    for url in urls:
+        assert (await api.post("/v1/policies/p0/backends", json={"url": url})).status_code == 201
+    listed = await pages(api, "/v1/policies/p0/backends", 2)
+    assert [[backend["spec"]["url"] for backend in page] for page in listed] == [urls[:2], urls[2:]]
+    assert (await api.get("/v1/policies/none/backends")).status_code == 404
+
+
+async def test_a_policy_has_only_so_many_backends(
+    api: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies, "MAX_BACKENDS", 2)
+    assert (await api.post("/v1/policies", json=POLICY)).status_code == 201
+    made = [await api.post("/v1/policies/pol/backends", json={"url": f"http://b:{n}"}) for n in (1, 2, 3, 2)]
+    assert [answer.status_code for answer in made] == [201, 201, 409, 201]
+
+
+async def test_attempts_are_paged(api: httpx.AsyncClient, room: Room) -> None:
+    retry = {"max_attempts": 3, "backoff_s": 0.001, "max_backoff_s": 0.001}
+    run_id = await open_run(api, retry=retry)
+    room.executor.play = fails(LOST)
+    await submit(api, run_id, 1)
+    await finished(api, room, run_id, 1)
+    rollout_id = (await api.get("/v1/rollouts", params={"run_id": run_id})).json()["items"][0]["id"]
+    found = await pages(api, f"/v1/rollouts/{rollout_id}/attempts", 2)
+    assert [[attempt["epoch"] for attempt in page] for page in found] == [[1, 2], [3]]
+    status = (await api.get(f"/v1/rollouts/{rollout_id}")).json()
+    assert (status["attempts"], status["last_attempt"]["epoch"]) == (3, 3)
+    bad = await api.get(f"/v1/rollouts/{rollout_id}/attempts", params={"cursor": "x"})
+    assert (bad.status_code, bad.json()["field"]) == (400, "cursor")
+
+
+async def test_checkpoints_are_paged(api: httpx.AsyncClient) -> None:
+    run_id = await open_run(api)
+    trainer = f"/v1/runs/{run_id}/trainers/t"
+    for name in ("z", "y", "x"):
+        assert (await api.post(f"{trainer}/commit", json={"name": name, "epoch": 0})).status_code == 200
+    found = await pages(api, f"{trainer}/checkpoints", 2)
+    assert [[checkpoint["name"] for checkpoint in page] for page in found] == [["z", "y"], ["x"]]
 
 
 async def test_lists_are_paged_and_filtered(api: httpx.AsyncClient, room: Room) -> None:
@@ -279,3 +347,32 @@ async def test_the_description_has_bodies_answers_and_errors(api: httpx.AsyncCli
     assert submit_body["content"]["application/json"]["schema"]["$ref"].endswith("SubmitGroups-Input")
     assert all("default" in operation["responses"] for operation in operations)
     assert (await api.get("/docs")).status_code == 200
+
+
+async def test_a_policy_shows_what_was_found_of_its_template(api: httpx.AsyncClient, room: Room) -> None:
+    await api.post("/v1/policies", json=POLICY)
+
+    async def probed() -> bool:
+        return (await api.get("/v1/policies/pol")).json()["template"] is not None
+
+    await room.until(probed)
+    assert (await api.get("/v1/policies/pol")).json()["template"]["keep"]["verdict"] == "exact"
+
+
+async def test_samples_are_verified(api: httpx.AsyncClient, room: Room) -> None:
+    run_id = await open_run(api)
+    await submit(api, run_id)
+    await finished(api, room, run_id, 1)
+    (rollout, _) = (await api.get("/v1/rollouts", params={"run_id": run_id})).json()["items"]
+    where = f"/v1/rollouts/{rollout['id']}/verify"
+    found = (await api.post(where)).json()
+    (sample,) = found["samples"]
+    assert [each["check"] for each in sample["findings"]] == ["reply"]  # what the fake call says is not so
+    assert sample["not_scored"] == "policy 'pol' has no active backend"
+    unscored = (await api.post(where, params={"score": False})).json()["samples"][0]
+    assert unscored["not_scored"] == "not asked for"
+    wrong = await api.post(where, params={"backend_id": "be_none"})
+    assert (wrong.status_code, wrong.json()["field"]) == (404, "backend_id")
+    assert (await api.post(where, params={"max_difference": "-1"})).json()["field"] == "max_difference"
+    assert (await api.post(where, params={"scores": "1"})).status_code == 400
+    assert (await api.post("/v1/rollouts/rol_none/verify")).status_code == 404

@@ -10,9 +10,11 @@ import pytest
 
 from rollserve.backend.base import Backend
 from rollserve.records.policy import BackendKind
-from rollserve.testing.backend_conformance import BackendConformance, Subject
+from rollserve.testing.backend_conformance import BackendConformance, Subject, TextConformance
 from rollserve.testing.scripted import ScriptedBackend, ScriptedEngine, random_reply
+from rollserve.testing.scripted_chat import ChatApp, Form
 from rollserve.testing.scripted_server import ScriptedApp, served, serving
+from rollserve.testing.scripted_sglang import SglangApp
 
 
 def slow_engine(**options: object) -> ScriptedEngine:
@@ -60,6 +62,75 @@ class TestVllmRoute(OverHttp):
 
 class TestOpenAIRoute(OverHttp):
     kind = BackendKind.OPENAI
+
+
+class OverSglang(BackendConformance):
+    """On a fake that follows SGLang's source; the real server was never asked."""
+
+    incremental: bool
+
+    @pytest.fixture
+    async def subject(self, connect: Callable[..., Backend]) -> AsyncIterator[Subject]:
+        engine = slow_engine(label="v1")
+
+        async def running() -> int:
+            return len(engine.running)
+
+        async with serving(SglangApp(engine, incremental=self.incremental)) as url:
+            backend = connect(url, BackendKind.SGLANG)
+            yield Subject(backend=backend, model="scripted", overlong=2000, running=running)
+            await backend.close()
+
+
+class TestSglang(OverSglang):
+    incremental = False
+
+
+class TestSglangIncremental(OverSglang):
+    incremental = True
+
+
+class OverChat(BackendConformance):
+    """On a fake engine that renders; ``form`` says whose answers it gives."""
+
+    form: Form
+
+    @pytest.fixture
+    async def subject(self, connect: Callable[..., Backend]) -> AsyncIterator[Subject]:
+        engine = slow_engine(label=None)
+
+        async def running() -> int:
+            return len(engine.running)
+
+        async with serving(ChatApp(engine, self.form)) as url:
+            tokens = self.form != "text"
+            backend = connect(url, BackendKind.CHAT if tokens else BackendKind.TEXT)
+            yield Subject(
+                backend=backend,
+                model="scripted",
+                overlong=2000,
+                running=running,
+                reports_prompt=tokens,
+                scores=False,
+                chat=True,
+            )
+            await backend.close()
+
+
+class TestChatOfVllm(OverChat):
+    form = "vllm"
+
+
+class TestChatOfSglang(OverChat):
+    form = "sglang"
+
+
+class TestChatOfLlamaCpp(OverChat):
+    form = "llama.cpp"
+
+
+class TestText(TextConformance, OverChat):
+    form = "text"
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,11 @@ from rollserve.backend.http import Http
 from rollserve.backend.member import PoolSettings
 from rollserve.backend.pool import BackendPool
 from rollserve.backend.registry import make_backend
+from rollserve.backend.vllm import VllmBackend
 from rollserve.records import policy
 from rollserve.records.policy import BackendInfo, BackendKind, BackendSpec
-from rollserve.testing.scripted import ScriptedEngine
-from rollserve.testing.scripted_server import ScriptedApp, episode, serving
+from rollserve.testing.scripted import ScriptedBackend, ScriptedEngine
+from rollserve.testing.scripted_server import ScriptedApp, episode, served, serving
 from rollserve.testing.tiny_tokenizer import TinyTokenizer
 
 Connect = Callable[..., Backend]
@@ -100,13 +101,58 @@ async def test_abort_and_cancel_of_a_prepared_answer(
 
 async def test_control_routes(url: str, engine: ScriptedEngine) -> None:
     http = Http(url)
-    await http.control("/update_weight_version", b'{"weight_version": "step-9"}')
+    await http.control("/update_weight_version", b'{"new_version": "step-9"}')
     stats = json.loads((await http.get("/stats")).body)
     missing = await http.get("/nothing")
     await http.close()
     assert engine.label == "step-9"
     assert stats["running"] == 0
     assert missing.status == 404
+
+
+@pytest.mark.parametrize("counts", [True, False])
+async def test_the_engines_own_count_of_tokens(url: str, engine: ScriptedEngine, counts: bool) -> None:
+    engine.counts_tokens = counts
+    engine.generated_tokens = 1234567
+    for backend in (VllmBackend(Http(url), "scripted"), ScriptedBackend(engine)):
+        health = await backend.health()
+        assert health.ok
+        assert health.generated_tokens == (1234567 if counts else None)
+        await backend.close()
+
+
+async def test_the_count_is_summed_over_engines() -> None:
+    body = b"""# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{engine="0",model_name="m"} 1.5e+06
+vllm:generation_tokens_total{engine="1",model_name="m"} 20.0
+vllm:generation_tokens_created{engine="0",model_name="m"} 1.7e+09
+vllm:num_requests_running{engine="0",model_name="m"} 2.0
+"""
+
+    async def app(scope: dict[str, object], receive: object, send: Callable[..., Awaitable[None]]) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    async with served(app) as url:
+        backend = VllmBackend(Http(url), "m")
+        health = await backend.health()
+        await backend.close()
+    assert (health.generated_tokens, health.running, health.waiting) == (1500020, 2, None)
+
+
+async def test_a_prepared_answer_under_way_counts(connect: Connect, ask: Ask, eventually: Eventually) -> None:
+    engine = ScriptedEngine(latency_s=5.0)
+    turns = episode(turns=2, tokens=500, tool="shell", arguments="{}")
+    async with serving(ScriptedApp(engine, turns)) as url, asyncio.timeout(20):
+        backend = connect(url)
+        call = asyncio.create_task(backend.generate(ask("r0", [5, 6], max_tokens=1000)))
+        await eventually(lambda: engine.started == 1)
+        counts = [(await backend.health()).generated_tokens or 0]
+        await asyncio.sleep(0.1)
+        counts.append((await backend.health()).generated_tokens or 0)
+        await backend.abort(["r0"])
+        await call
+    assert counts[0] < counts[1] < 500
 
 
 # ── the pool, over real sockets
@@ -172,7 +218,8 @@ async def test_450_at_once_over_sockets(ask: Ask, eventually: Eventually) -> Non
         serving(ScriptedApp(engines[1])) as two,
         serving(ScriptedApp(engines[2])) as three,
     ):
-        pool = BackendPool(model="scripted", make=make_backend)
+        unbounded = PoolSettings(concurrency="off")
+        pool = BackendPool(model="scripted", make=make_backend, settings=unbounded)
         pool.update([record(name, url) for name, url in zip("abc", (one, two, three), strict=True)])
         calls = [asyncio.create_task(pool.generate(f"s{n}", ask(f"r{n}"))) for n in range(450)]
         await eventually(lambda: sum(len(engine.running) for engine in engines) == 450)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rollserve.records.task import GraderSpec
+from rollserve.testing.scripted import ScriptedEngine
 from tests.integration.conftest import Server, add_policy, shell_task
 
 
@@ -114,6 +115,9 @@ async def test_bench_loses_nothing(tmp_path: Path) -> None:
     assert report["episodes"] == 12
     assert report["cpu_ms_per_call"] > 0
     assert report["rss_mb_peak"] > 0
+    by_round = report["rss_mb_by_round"]
+    assert [len(by_round[each]) for each in ("server", "workers")] == [3, 3]
+    assert min(*by_round["server"], *by_round["workers"]) > 10
     assert {"episodes_per_s", "loop_lag_ms_p99"} <= report.keys()
 
 
@@ -142,3 +146,31 @@ async def test_try_opens_a_shell_in_the_sandbox_of_a_task_that_earned_nothing(
     assert "the sandbox is kept" in err
     assert "1\n" in out
     assert "completed: reward 0.0" in out
+
+
+async def test_verify_proves_a_run_and_one_rollout(
+    server: Server, backend_url: str, engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(shell_task().model_dump_json())
+    async with server.client() as client:
+        await add_policy(client, backend_url)
+    at = ("--url", server.url)
+    submitted = await as_json("submit", str(tasks), "--policy", "tiny", "-n", "2", "--wait", *at)
+    proved = await as_json("verify", submitted["run_id"], *at)
+    assert proved["ok"]
+    differences = [sample["difference"] for each in proved["rollouts"] for sample in each["samples"]]
+    assert len(differences) == 2
+    assert all(found["compared"] > 0 and found["max"] < 1e-5 for found in differences)
+
+    engine.score_shift = 0.25
+    rollout = proved["rollouts"][0]["rollout_id"]
+    code, text, err = await rollserve("verify", rollout, *at)
+    assert code == 1, err
+    assert "0.25000 on average" in text
+    assert "difference" in text
+    code, text, _ = await rollserve("verify", rollout, "--no-score", *at)
+    assert code == 0
+    assert "nothing is wrong" in text
+    assert "not asked for" in text
+    assert (await rollserve("verify", "rol_nobody", *at))[0] == 1

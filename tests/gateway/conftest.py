@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from rollserve.backend.base import GenerateRequest, Generation, Routed, TokenSink
+from rollserve.backend.base import GenerateRequest, Generation, Routed, TokenSink, unrefunded
+from rollserve.errors import BackendUnavailable
 from rollserve.executor.base import PolicyView
 from rollserve.gateway.base import SessionSpec
 from rollserve.gateway.rendering import Rendering
@@ -29,6 +31,7 @@ from rollserve.records.policy import (
 )
 from rollserve.records.run import RunSpec
 from rollserve.records.task import Limits
+from rollserve.records.update import WeightUpdate
 
 SHELL = {
     "type": "function",
@@ -50,6 +53,12 @@ async def eventually(condition: Callable[[], object]) -> None:
 
 
 Script = Callable[[GenerateRequest], Generation]
+
+
+def _begun(generation: Generation, tokens: int) -> Generation:
+    """The first tokens of a generation that was stopped."""
+    ids, logprobs = generation.token_ids[:tokens], generation.logprobs[:tokens]
+    return replace(generation, token_ids=ids, logprobs=logprobs, finish_reason="abort")
 
 
 @dataclass
@@ -80,10 +89,17 @@ class MemorySegment:
 
 @dataclass
 class PauseCounter:
-    """An ``ActiveClock`` that counts pauses."""
+    """An ``ActiveClock`` that counts pauses, and refunds asked for."""
 
     now: int = 0
     total: int = 0
+    refunds: int = 0
+
+    def refundable(self) -> Callable[[], None]:
+        def refund() -> None:
+            self.refunds += 1
+
+        return refund
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -108,9 +124,16 @@ class ScriptedPool:
         self.pace: Callable[[int], Any] | None = None
         self.started = asyncio.Event()
         self.closed = False
+        self.admits = True
+        self.stall: BackendUnavailable | None = None
+        self.asked: list[tuple[str, float]] = []
+        self.lost_tries = 0
 
     def update(self, backends: list[Backend]) -> None:
         self.backends = backends
+
+    def hold(self, update: WeightUpdate | None) -> None:
+        self.held = update
 
     def stats(self) -> dict[str, dict[str, Any]]:
         return {backend.id: {"state": backend.state.value} for backend in self.backends}
@@ -122,9 +145,14 @@ class ScriptedPool:
         on_tokens: TokenSink | None = None,
         *,
         pause: Callable[[], AbstractContextManager[None]] = nullcontext,
+        refundable: Callable[[], Callable[[], None]] = unrefunded,
     ) -> Routed:
         self.requests.append(request)
         self.started.set()
+        for _ in range(self.lost_tries):
+            refundable()()
+        if on_tokens is not None and self.admits:
+            on_tokens([], [])
         try:
             if self.gate is not None:
                 await self.gate.wait()
@@ -132,14 +160,19 @@ class ScriptedPool:
             for index, (token_id, logprob) in enumerate(
                 zip(generation.token_ids, generation.logprobs, strict=False)
             ):
-                if on_tokens is not None:
-                    on_tokens([token_id], [logprob])
+                if on_tokens is not None and on_tokens([token_id], [logprob]):
+                    self.aborted.append(request.request_id)
+                    return Routed(generation=_begun(generation, index + 1), backend_id="b1", info=self.info)
                 if self.pace is not None:
                     await self.pace(index)
         except asyncio.CancelledError:
             self.aborted.append(request.request_id)
             raise
         return Routed(generation=generation, backend_id="b1", info=self.info)
+
+    async def stalled(self, session_id: str, run_s: float) -> BackendUnavailable | None:
+        self.asked.append((session_id, run_s))
+        return self.stall
 
     def release(self, session_id: str) -> None:
         self.released.append(session_id)
@@ -151,13 +184,14 @@ class ScriptedPool:
 class World:
     """A gateway that knows the policy ``p`` and one backend."""
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(self, tokenizer: TextTokenizer, **settings: int) -> None:
         self.tokenizer = tokenizer
         self.pool = ScriptedPool()
         self.pool.script = self.says("ok")
-        self.service = GatewayService(lambda policy: self.pool, base_url="http://gateway")
+        self.service = GatewayService(lambda policy: self.pool, base_url="http://gateway", **settings)
         self.segments: list[MemorySegment] = []
         self.clock = PauseCounter()
+        self.url = "http://b1"
         self.revision = 0
         self.spec = PolicySpec(name="p", model="tiny", tokenizer="tiny", renderer=RendererSpec())
         self.view()
@@ -170,14 +204,23 @@ class World:
         labels: dict[str, int] | None = None,
         active: bool = True,
         context_tokens: int | None = None,
+        update: WeightUpdate | None = None,
+        weights: int = 0,
     ) -> None:
         """The policy's next revision."""
         self.revision += 1
-        policy = Policy(spec=self.spec, version=version, paused=paused, labels=labels or {})
+        policy = Policy(
+            spec=self.spec,
+            version=version,
+            paused=paused,
+            labels=labels or {},
+            update=update,
+            weights=weights,
+        )
         backend = Backend(
             id="b1",
             policy="p",
-            spec=BackendSpec(url="http://b1"),
+            spec=BackendSpec(url=self.url),
             info=self.pool.info.model_copy(update={"context_tokens": context_tokens}),
             state=BackendState.ACTIVE if active else BackendState.DRAINING,
         )
@@ -185,6 +228,19 @@ class World:
             PolicyView(
                 revision=self.revision,
                 policy_json=policy.model_dump_json().encode(),
+                backends_json=[backend.model_dump_json().encode()],
+            )
+        )
+
+    def view_of(self, name: str, *, model: str) -> None:
+        """Another policy, of the same pool and tokenizer."""
+        spec = self.spec.model_copy(update={"name": name, "model": model})
+        backend = Backend(id="b2", policy=name, spec=BackendSpec(url="http://b2"), info=self.pool.info)
+        backend = backend.model_copy(update={"state": BackendState.ACTIVE})
+        self.service.update_policy(
+            PolicyView(
+                revision=1,
+                policy_json=Policy(spec=spec).model_dump_json().encode(),
                 backends_json=[backend.model_dump_json().encode()],
             )
         )

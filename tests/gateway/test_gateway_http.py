@@ -14,7 +14,9 @@ import uvicorn
 
 from rollserve.backend.base import GenerateRequest, Generation
 from rollserve.errors import BackendError, BackendUnavailable
+from rollserve.gateway.base import Ending
 from rollserve.gateway.http import make_app
+from rollserve.gateway.sending import Waits
 from rollserve.gateway.sessions import GatewaySession
 from rollserve.records.call import unpack_ids
 
@@ -23,13 +25,14 @@ from .conftest import SHELL, World, eventually
 CALL = '<tool_call>\n{"name": "shell", "arguments": {"command": "ls"}}\n</tool_call>'
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 TOOLS: list[Any] = [SHELL]
+WAITS = Waits(hold_s=0.02, keep_alive_s=0.02, grace_s=0.0)
 
 
 @pytest.fixture
 async def served(world: World) -> AsyncIterator[World]:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    app: Any = make_app(world.service, max_body_bytes=1_000_000, keep_alive_s=0.02)
+    app: Any = make_app(world.service, max_body_bytes=1_000_000, waits=WAITS)
     config = uvicorn.Config(app, log_level="warning", ws="none")
     config.load()
     server = uvicorn.Server(config)
@@ -44,10 +47,10 @@ def http_client(**settings: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(verify=False, timeout=30, **settings)
 
 
-def official(session: GatewaySession, secret: str | None = None) -> openai.AsyncOpenAI:
+def official(session: GatewaySession, base_url: str | None = None) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(
-        api_key=secret or session.secret,
-        base_url=session.base_url,
+        api_key=session.secret,
+        base_url=base_url or session.base_url,
         max_retries=0,
         http_client=openai.DefaultAsyncHttpxClient(verify=False),
     )
@@ -96,7 +99,7 @@ async def test_a_tool_conversation_with_the_official_client(
     assert (two.parent, two.broke) == (one.id, None)
     assert one.asked == {"temperature": 0.3}
     assert one.sampling.temperature == 1.0
-    assert first.id == one.id
+    assert first.id == f"chatcmpl-{one.id}"
     assert second.usage is not None
     assert second.usage.prompt_tokens == len(served.pool.requests[1].token_ids)
     assert second.usage.completion_tokens == len(unpack_ids(two.sampled_ids))
@@ -167,8 +170,19 @@ async def test_text_streams_while_it_is_sampled(served: World, client: openai.As
 
 async def test_the_end_of_a_stream_waits_for_the_record(served: World, raw: httpx.AsyncClient) -> None:
     served.segments[0].broken = OSError(28, "No space left on device")
+    read = asyncio.Event()
+
+    async def pace(index: int) -> None:
+        await read.wait()
+
+    served.pool.pace = pace
+    text = ""
     body = {"model": "m", "messages": HI, "stream": True}
-    text = (await raw.post("/chat/completions", json=body)).text
+    async with raw.stream("POST", "/chat/completions", json=body) as response:
+        async for part in response.aiter_text():
+            text += part
+            if '"content":"o' in text:
+                read.set()
     assert '"content":"o' in text
     assert 'finish_reason":"stop' not in text
     assert "[DONE]" not in text
@@ -179,9 +193,10 @@ async def test_a_waiting_stream_is_kept_alive(served: World, raw: httpx.AsyncCli
     served.pool.gate = asyncio.Event()
     body = {"model": "m", "messages": HI, "stream": True}
     async with raw.stream("POST", "/chat/completions", json=body) as response:
-        lines = response.aiter_lines()
+        lines, empty = response.aiter_lines(), 0
         async for line in lines:
-            if line == ": keep-alive":
+            empty += '"delta":{"content":""}' in line
+            if empty == 2:
                 break
         served.pool.gate.set()
         rest = [line async for line in lines]
@@ -205,9 +220,11 @@ async def test_the_model_and_the_health(served: World, client: openai.AsyncOpenA
 
 
 async def test_a_prefix_names_a_session(served: World, raw: httpx.AsyncClient) -> None:
-    answer = await raw.post(f"{served.service.base_url}/s/abc/v1/chat/completions", json={"messages": HI})
-    assert answer.status_code == 200
-    assert answer.json()["model"] == "tiny"
+    assert "/s/ses_" in str(raw.base_url)
+    for base_url in (str(raw.base_url).rstrip("/"), f"{served.service.base_url}/v1"):
+        answer = await raw.post(f"{base_url}/chat/completions", json={"messages": HI})
+        assert answer.status_code == 200
+        assert answer.json()["model"] == "tiny"
 
 
 @pytest.mark.parametrize("path", ["/nothing", "/v1/chat", "/s/a/other"])
@@ -224,35 +241,95 @@ async def test_the_wrong_method(raw: httpx.AsyncClient) -> None:
 # -- who may
 
 
-@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", "Basic abc", "Bearer \xff\xfe"])
+MISSING = ("unauthenticated", "send it as 'Authorization: Bearer SECRET'")
+UNKNOWN = ("unknown_secret", "no session has this secret")
+
+
+@pytest.mark.parametrize("prefix", ["own", "/v1", "/s/ses_unknown/v1"])
+@pytest.mark.parametrize(
+    ("headers", "wanted"),
+    [
+        ({}, MISSING),
+        ({"authorization": ""}, MISSING),
+        ({"authorization": "Bearer"}, MISSING),
+        ({"authorization": "Basic abc"}, MISSING),
+        ({"x-api-key": ""}, MISSING),
+        ({"authorization": "Bearer wrong"}, UNKNOWN),
+        ({"authorization": "Bearer \xff\xfe"}, UNKNOWN),
+        ({"x-api-key": "wrong"}, UNKNOWN),
+        ({"x-goog-api-key": "wrong"}, UNKNOWN),
+    ],
+)
 async def test_without_the_sessions_secret(
-    served: World, session: GatewaySession, header: str | None
+    served: World, session: GatewaySession, headers: dict[str, str], wanted: tuple[str, str], prefix: str
 ) -> None:
-    headers = {} if header is None else {b"authorization": header.encode("latin-1")}
-    async with http_client(base_url=session.base_url) as stranger:
+    sent = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
+    base_url = session.base_url if prefix == "own" else served.service.base_url + prefix
+    async with http_client(base_url=base_url) as stranger:
         for request in (
-            stranger.build_request("POST", "/chat/completions", json={"messages": HI}, headers=headers),
-            stranger.build_request("GET", "/models", headers=headers),
+            stranger.build_request("POST", "/chat/completions", json={"messages": HI}, headers=sent),
+            stranger.build_request("GET", "/models", headers=sent),
         ):
             answer = await stranger.send(request)
+            error = answer.json()["error"]
             assert answer.status_code == 401
-            assert answer.json()["error"]["type"] == "authentication_error"
+            assert wanted[1] in error["message"]
+            if "x-goog-api-key" in headers and request.method == "GET":
+                assert error["status"] == "UNAUTHENTICATED"
+            else:
+                assert (error["type"], error["code"]) == ("authentication_error", wanted[0])
     assert served.pool.requests == []
 
 
+@pytest.mark.parametrize("header", ["x-api-key", "x-goog-api-key"])
+async def test_the_secret_in_the_header_of_another_dialect(session: GatewaySession, header: str) -> None:
+    async with http_client(base_url=session.base_url, headers={header: session.secret}) as one:
+        assert (await one.get("/models")).status_code == 200
+        basic = {"authorization": "Basic abc"}
+        assert (await one.get("/models", headers=basic)).status_code == 200
+
+
+@pytest.mark.parametrize("ending", list(Ending))
+@pytest.mark.parametrize("stream", [False, True])
 async def test_after_the_session_has_ended(
-    served: World, session: GatewaySession, client: openai.AsyncOpenAI
+    session: GatewaySession, client: openai.AsyncOpenAI, ending: Ending, stream: bool
 ) -> None:
-    await session.close()
-    with pytest.raises(openai.AuthenticationError, match="ends with its attempt"):
-        await client.chat.completions.create(model="m", messages=HI)
+    """400: the official client does not try again, and agents stop."""
+    await session.close(ending)
+    for _ in range(2):
+        with pytest.raises(openai.BadRequestError, match=ending.value) as caught:
+            await client.chat.completions.create(model="m", messages=HI, stream=stream)
+        assert caught.value.code == "session_closed"
+    with pytest.raises(openai.BadRequestError):
+        await client.models.list()
+
+
+@pytest.mark.parametrize("other", ["open", "over", "none"])
+async def test_anothers_address_tells_nothing_of_the_other(
+    served: World, session: GatewaySession, other: str
+) -> None:
+    theirs = await served.open()
+    if other == "over":
+        await theirs.close()
+    name = "ses_none" if other == "none" else theirs.id
+    async with official(session, f"{served.service.base_url}/s/{name}/v1") as client:
+        with pytest.raises(openai.PermissionDeniedError) as caught:
+            await client.chat.completions.create(model="m", messages=HI)
+    assert caught.value.code == "anothers_session"
+    assert caught.value.body == {
+        "message": "the secret is not that of the session in the path (use the base URL it came with)",
+        "type": "permission_error",
+        "param": None,
+        "code": "anothers_session",
+    }
+    assert served.pool.requests == []
 
 
 async def test_another_sessions_secret_reaches_that_session_only(
     served: World, session: GatewaySession
 ) -> None:
     other = await served.open()
-    async with official(session, other.secret) as theirs:
+    async with official(other) as theirs:
         await theirs.chat.completions.create(model="m", messages=HI)
     assert session.call_ids == []
     assert len(other.call_ids) == 1
@@ -298,8 +375,8 @@ async def test_a_body_of_fifty_megabytes_that_does_not_say_so(session: GatewaySe
 
 async def test_unsupported_parameters_are_named(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        await client.chat.completions.create(model="m", messages=HI, n=2)
-    assert caught.value.param == "n"
+        await client.chat.completions.create(model="m", messages=HI, extra_body={"functions": []})
+    assert caught.value.param == "functions"
 
 
 async def test_a_prompt_over_the_context_has_openais_code(served: World, client: openai.AsyncOpenAI) -> None:
@@ -360,7 +437,7 @@ async def test_a_session_that_ends_under_a_request(
     served.pool.gate = asyncio.Event()
     request = asyncio.create_task(client.chat.completions.create(model="m", messages=HI))
     await served.pool.started.wait()
-    await session.close()
-    with pytest.raises(openai.BadRequestError) as caught:
+    await session.close(Ending.CANCELLED)
+    with pytest.raises(openai.BadRequestError, match="its attempt was cancelled") as caught:
         await request
     assert caught.value.code == "session_closed"

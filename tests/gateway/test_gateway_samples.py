@@ -3,12 +3,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollserve.gateway.samples import build_samples, inexact_cause
+from rollserve.gateway.samples import build_samples, left_out, token_report
 from rollserve.records.call import Call, Message, SamplingParams, VersionSpan, pack_floats, pack_ids
 from rollserve.records.rollout import Rollout
 from rollserve.records.run import RunSpec
@@ -107,8 +108,68 @@ def test_inexact_paths_are_left_out_and_their_prefix_is_trained_elsewhere() -> N
     assert sample.call_ids == ("a", "c")
     assert sample.loss_mask.tolist() == [False, True, False, True]
     assert sample.weight == 1.0
-    assert inexact_cause(calls) == "backend_ids"
-    assert inexact_cause(calls[:1]) is None
+
+
+def test_what_comes_before_an_inexact_call_is_trained() -> None:
+    calls = [
+        call("a", None, [1], [2]),
+        call("b", "a", [3], [4], inexact="logprobs"),
+        call("c", "b", [5], [6]),
+    ]
+    (sample,) = samples(calls)
+    assert (sample.call_ids, sample.ids.tolist()) == (("a",), [1, 2])
+    assert sample.rewards.tolist() == [0, 1]
+    assert left_out(calls, RUN) == {"b": "logprobs", "c": "logprobs"}
+    exact, text = samples(calls, run=RunSpec(policy="p", on_inexact="text"))
+    assert (exact.call_ids, text.call_ids) == (("a",), ("a", "b", "c"))
+    assert (exact.loss_mask.sum(), text.loss_mask.sum()) == (1, 0)
+
+
+@pytest.mark.parametrize("changes", [{"label": "side"}, {"policy": "other"}])
+def test_side_calls_are_left_out_and_counted(changes: dict[str, Any]) -> None:
+    calls = [call("a", None, [1], [2, 3]), call("t", None, [4], [5, 6, 7], **changes)]
+    (sample,) = made = samples(calls)
+    assert sample.call_ids == ("a",)
+    report = token_report(calls, made, RUN)
+    reason = "side_policy" if "policy" in changes else "label_side"
+    assert (report.sampled, report.trained, report.left_out) == (5, 2, {reason: 3})
+    assert (report.calls, report.sequences, report.tokens) == (2, 1, 3)
+
+
+def test_the_run_says_which_labels_are_trained() -> None:
+    calls = [
+        call("a", None, [1], [2]),
+        call("b", "a", [3], [4], label="fork"),
+        call("c", "b", [5], [6], label="fork"),
+        call("d", "b", [7], [8]),
+    ]
+    run = RunSpec(policy="p", train_labels=("continuation",))
+    (sample,) = made = samples(calls, run=run)
+    assert sample.call_ids == ("a", "b", "d")
+    assert sample.ids[sample.loss_mask].tolist() == [2, 8]
+    report = token_report(calls, made, run)
+    assert report.left_out == {"label_fork": 2}
+    assert report.by_label["fork"].trained == 0
+    assert report.by_label["continuation"].trained == report.trained == 2
+
+
+def test_a_title_that_came_first_is_left_out_in_the_end() -> None:
+    system = Message(role="system", content="s")
+    calls = [
+        call("t", None, [1], [2]),
+        call("a", None, [3], [4], messages=(system,), tools=({"type": "function"},)),
+    ]
+    (sample,) = samples(calls)
+    assert sample.call_ids == ("a",)
+
+
+def test_calls_of_earlier_versions_are_continuations() -> None:
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(call("a", None, [1], [2])))
+    assert {"label", "origin", "drift", "policy"}.isdisjoint(fields)
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=Call)
+    assert (read.label, read.origin, read.drift, read.policy) == ("continuation", None, (), "")
+    old = RunSpec.model_validate_json('{"policy": "p"}')
+    assert (old.rewrites, old.side_policy, "side" in old.train_labels) == ("exact", None, False)
 
 
 def test_inexact_paths_as_text() -> None:
@@ -130,7 +191,7 @@ def test_constrained_calls_are_context_unless_their_mask_is_kept() -> None:
 
 
 def test_versions_that_are_mixed_or_inferred_are_marked() -> None:
-    spans = (VersionSpan(0, 1, 2, 2), VersionSpan(1, 2, 3, 4, True))
+    spans = (VersionSpan(0, 1, 2, 2), VersionSpan(1, 2, 3, 4, True, True))
     (sample,) = samples([call("a", None, [1], [2, 3], versions=spans)])
     assert sample.versions.tolist() == [-1, 2, 3]
     assert sample.mixed_versions

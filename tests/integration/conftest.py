@@ -7,18 +7,20 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
 
 from rollserve.cli.processes import Processes, Running, free_port
-from rollserve.client import Client
+from rollserve.client import Client, FinishedGroup, RunHandle
 from rollserve.records.policy import BackendKind, RendererSpec
+from rollserve.records.run import RetrySettings
 from rollserve.records.task import GraderSpec, Limits, Task
 from rollserve.sandbox.registry import make_runtime
 from rollserve.testing.scripted import ScriptedEngine
 from rollserve.testing.scripted_server import ScriptedApp, episode, serving
-from rollserve.wire import CreatePolicy, RegisterBackend
+from rollserve.wire import CreatePolicy, OpenRun, RegisterBackend
 
 CODE = Path(__file__).parent / "user_code"
 
@@ -129,6 +131,30 @@ def shell_task(**changes: object) -> Task:
         limits=Limits(run_s=60, command_s=20),
     )
     return base.model_copy(update=changes)
+
+
+async def finished(run: RunHandle, count: int) -> list[FinishedGroup]:
+    done: list[FinishedGroup] = []
+    async with aclosing(run.groups(auto_ack=False)) as groups:
+        while len(done) < count:
+            group = await anext(groups)
+            await group.ack()
+            done.append(group)
+    return done
+
+
+async def one(client: Client, backend_url: str, **changes: object) -> FinishedGroup:
+    """A group of one rollout, from its policy to its end."""
+    await add_policy(client, backend_url)
+    return await play(client, **changes)
+
+
+async def play(client: Client, **changes: object) -> FinishedGroup:
+    retry = RetrySettings(max_attempts=2, backoff_s=0.01)
+    run = await client.open_run(OpenRun(policy="tiny", retry=retry))
+    await run.submit([shell_task(**changes)], num_rollouts=1)
+    (group,) = await finished(run, 1)
+    return group
 
 
 def descendants(pid: int) -> set[int]:

@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
-
 import numpy as np
 
-from rollserve.client import Client, FinishedGroup, RunHandle
 from rollserve.errors import FailureKind
 from rollserve.records.rollout import RolloutState
-from rollserve.records.run import RetrySettings
 from rollserve.records.task import AgentSpec, GraderSpec, Limits
 from rollserve.testing.tiny_tokenizer import TinyTokenizer
-from rollserve.wire import OpenRun
-from tests.integration.conftest import Server, add_policy, shell_task
-
-
-async def finished(run: RunHandle, count: int) -> list[FinishedGroup]:
-    done: list[FinishedGroup] = []
-    async with aclosing(run.groups(auto_ack=False)) as groups:
-        while len(done) < count:
-            group = await anext(groups)
-            await group.ack()
-            done.append(group)
-    return done
-
-
-async def one(client: Client, backend_url: str, **changes: object) -> FinishedGroup:
-    await add_policy(client, backend_url)
-    retry = RetrySettings(max_attempts=2, backoff_s=0.01)
-    run = await client.open_run(OpenRun(policy="tiny", retry=retry))
-    await run.submit([shell_task(**changes)], num_rollouts=1)
-    (group,) = await finished(run, 1)
-    return group
+from tests.integration.conftest import Server, one
 
 
 async def test_a_shell_episode_is_graded_and_its_sample_is_token_exact(
@@ -69,7 +45,8 @@ async def test_an_agent_of_the_user_drives_the_model_with_the_openai_client(
         assert rollout.reward == 0.5, rollout.rollout.failure
         (sample,) = rollout.samples
         assert len(sample.call_ids) == 3
-        attempt = (await client.rollout(rollout.rollout.id)).attempts[-1]
+        attempt = (await client.rollout(rollout.rollout.id)).last_attempt
+        assert attempt is not None
     assert set(attempt.code) == {"my_agents:OpenAIAgent", "my_agents:half"}
     assert all(version.startswith("sha256:") for version in attempt.code.values())
 
@@ -95,7 +72,7 @@ async def test_a_crashing_agent_is_a_failure_and_no_reward(server: Server, backe
         assert rollout.rollout.failure is not None
         assert rollout.rollout.failure.kind is FailureKind.AGENT
         assert "the agent has a bug" in rollout.rollout.failure.message
-        assert len((await client.rollout(rollout.rollout.id)).attempts) == 1
+        assert (await client.rollout(rollout.rollout.id)).attempts == 1
 
 
 async def test_a_spinning_agent_is_killed_and_what_it_did_is_marked(server: Server, backend_url: str) -> None:
@@ -115,7 +92,7 @@ async def test_a_broken_grader_is_tried_again_and_never_a_zero(server: Server, b
         assert rollout.reward is None
         assert rollout.rollout.failure is not None
         assert rollout.rollout.failure.kind is FailureKind.GRADER
-        assert len((await client.rollout(rollout.rollout.id)).attempts) == 2
+        assert (await client.rollout(rollout.rollout.id)).attempts == 2
 
 
 async def test_a_command_grader_sees_the_files_in_a_fresh_sandbox(server: Server, backend_url: str) -> None:

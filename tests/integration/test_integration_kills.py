@@ -11,7 +11,7 @@ from contextlib import aclosing
 import pytest
 
 from rollserve.client import Client
-from rollserve.records.rollout import RolloutState
+from rollserve.records.rollout import Attempt, RolloutState
 from rollserve.testing.scripted import ScriptedEngine
 from rollserve.wire import OpenRun
 from tests.integration.conftest import Server, add_policy, alive, descendants, shell_task, until
@@ -59,6 +59,21 @@ async def test_the_server_killed_twice_amid_100_rollouts_loses_and_doubles_nothi
         counts = (await run.status()).counts
         assert counts["completed"] == GROUPS * ROLLOUTS
         assert counts["queued"] == counts["running"] == 0
+        assert await records_of_lost(client, run.id, "server_restart")
+
+
+async def records_of_lost(client: Client, run_id: str, code: str) -> list[Attempt]:
+    """Interrupted attempts, each with the log it had when it was interrupted."""
+    lost = [
+        attempt
+        async for rollout in client.rollouts(run_id=run_id)
+        if rollout.epoch > 1
+        async for attempt in client.attempts(rollout.id)
+        if attempt.failure is not None and attempt.failure.code == code
+    ]
+    for attempt in lost:
+        assert bool(await client.log(attempt.id)) == (attempt.payload is not None)
+    return [attempt for attempt in lost if attempt.payload is not None]
 
 
 @pytest.mark.timeout(180)
@@ -80,6 +95,7 @@ async def test_a_killed_worker_is_replaced_and_its_attempts_run_again(
         acked: list[str] = []
         await drain(client, run.id, acked, 10)
         assert (await run.status()).counts["completed"] == 40
+        assert await records_of_lost(client, run.id, "worker_lost")
         async with asyncio.timeout(30):
             while len((await client.status()).workers) < 2:
                 await asyncio.sleep(0.1)
@@ -122,7 +138,7 @@ async def test_cancel_reaches_the_backend_and_the_sandbox(
         await until(lambda: engine.aborted == before + 2)
         acked: list[str] = []
         await drain(client, run.id, acked, 1)
-        rollouts = (await client.group(group.id)).rollouts
+        rollouts = [rollout async for rollout in client.rollouts(group_id=group.id)]
         assert {rollout.state for rollout in rollouts} == {RolloutState.CANCELLED}
         assert all(rollout.reward is None for rollout in rollouts)
 

@@ -13,6 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from rollserve.backend.http import Http
+from rollserve.backend.vllm import VllmBackend
+
 from .conftest import Client, eventually
 
 GENERATE = "/inference/v1/generate"
@@ -253,3 +256,48 @@ async def test_about_the_server(client: Client) -> None:
         text = await response.text()
     assert 'vllm:generation_tokens_total{model_name="tiny"} 3.0' in text
     assert 'vllm:num_requests_running{model_name="tiny"} 0.0' in text
+
+
+async def test_its_count_of_tokens_moves_while_it_samples(client: Client) -> None:
+    async with client.http.get("/health") as response:
+        backend = VllmBackend(Http(str(response.url.origin())), "tiny")
+    counts: list[int | None] = []
+
+    async def look() -> bool:
+        counts.append((await backend.health()).generated_tokens)
+        return len(set(counts)) >= 3
+
+    running = asyncio.create_task(client.generate([1, 2], max_tokens=400))
+    async with asyncio.timeout(30):
+        while not await look():
+            await asyncio.sleep(0)
+    await running
+    assert None not in counts
+    assert max(count or 0 for count in counts) <= 400
+    await backend.close()
+
+
+async def test_prompt_logprobs_are_the_models_own(client: Client, model_dir: Path) -> None:
+    """Over several chunks of the prompt, and beside one that runs."""
+    reference = AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=torch.float32)
+    ids = [7 + at * 13 % 250 for at in range(150)]
+    other = asyncio.create_task(client.generate([1, 2, 3], max_tokens=60))
+    answer = await client.generate(ids, max_tokens=1, prompt_logprobs=0, temperature=0.3)
+    with torch.inference_mode():
+        logprobs = torch.log_softmax(reference(input_ids=torch.tensor([ids])).logits[0].float(), dim=-1)
+    wanted = [logprobs[at, token_id].item() for at, token_id in enumerate(ids[1:])]
+    first, *rest = answer["prompt_logprobs"]
+    assert first is None
+    assert [list(each) for each in rest] == [[str(token_id)] for token_id in ids[1:]]
+    given = [each[str(token_id)]["logprob"] for each, token_id in zip(rest, ids[1:], strict=True)]
+    assert given == pytest.approx(wanted, abs=1e-3)
+    alone = await client.generate([1, 2, 3], max_tokens=60, temperature=0)
+    assert len((await other)["choices"][0]["token_ids"]) == len(alone["choices"][0]["token_ids"])
+    assert (await client.generate(ids, max_tokens=1))["prompt_logprobs"] is None
+
+
+async def test_only_the_prompts_own_tokens_are_scored(client: Client) -> None:
+    body = {"token_ids": [1, 2], "sampling_params": {"prompt_logprobs": 5}}
+    status, answer = await client.post(GENERATE, body)
+    assert status == 400
+    assert answer["error"]["param"] == "sampling_params.prompt_logprobs"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollserve.sandbox.tools import SHELL_SCHEMA, SUBMIT_SCHEMA
+from rollserve.sandbox.tools.plain import ShellTool, SubmitTool
 from rollserve.testing.tiny_tokenizer import TinyTokenizer, build, tokenizer_file
 from rollserve.trainers.tiny.demonstrations import Demonstrations, Mixture, Values, _render, _ways, paths
 from rollserve.trainers.tiny.model import make_model, save_model, token_logprobs
@@ -45,7 +45,7 @@ def test_an_episode_is_few_tokens(rendering: Rendering) -> None:
     after = rendering.extend(prompt, call, "see k")
     assert after[: len(prompt) + len(call)] == prompt + call
     assert (len(prompt), len(call), len(after) - len(prompt) - len(call)) == (36, 9, 19)
-    assert len(Rendering([SHELL_SCHEMA, SUBMIT_SCHEMA]).prompt("lookup q")) < 60
+    assert len(Rendering([ShellTool.schema, SubmitTool.schema]).prompt("lookup q")) < 60
 
 
 def test_turns_are_parsed(rendering: Rendering) -> None:
@@ -54,7 +54,7 @@ def test_turns_are_parsed(rendering: Rendering) -> None:
 
 
 def test_the_schema_is_the_services() -> None:
-    assert SHELL_TOOL == SHELL_SCHEMA
+    assert ShellTool.schema == SHELL_TOOL
 
 
 def test_the_task_takes_two_reads() -> None:

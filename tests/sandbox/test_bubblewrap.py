@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -17,9 +18,10 @@ import pytest
 from rollserve.errors import InvalidInput, SandboxError
 from rollserve.sandbox import image as images
 from rollserve.sandbox import processes
-from rollserve.sandbox.base import SandboxSpec
+from rollserve.sandbox.base import SandboxLimits, SandboxSpec
 from rollserve.sandbox.bubblewrap import NOBODY, BubblewrapRuntime
 from rollserve.testing.runtime_conformance import RuntimeConformance
+from rollserve.testing.runtime_probes import host_has
 
 pytestmark = pytest.mark.userns
 
@@ -184,3 +186,77 @@ async def test_killed_from_outside(runtime: BubblewrapRuntime) -> None:
         await running
     await box.close()
     assert processes.state(supervisor) in ("Z", None)
+
+
+# -- what is held -----------------------------------------------------------------------------
+
+
+async def test_all_writes_have_one_bound(runtime: BubblewrapRuntime) -> None:
+    if "disk_mb" not in runtime.report().enforces:
+        pytest.skip("writes are unbounded here, and the report says so")
+    limits = SandboxLimits(disk_mb=32, file_mb=512)
+    box = await runtime.create(SandboxSpec(limits=limits), owner="test", ttl_s=60)
+    for place in ("/usr/big", "/etc/big", "/tmp/big", "/workspace/big", "/dev/shm/big", "/big", "/dev/big"):
+        assert (await box.exec(f"head -c 40000000 /dev/zero > {place}")).exit_code != 0, place
+        await box.exec(f"rm -f {place}")
+    await box.exec("head -c 20000000 /dev/zero > /usr/half")
+    assert "No space left" in (await box.exec("head -c 20000000 /dev/zero > /tmp/half")).output
+
+
+async def test_what_is_written_stays_inside(runtime: BubblewrapRuntime) -> None:
+    layer = runtime._finder.find().layer  # type: ignore[union-attr]
+    box = await runtime.create(SandboxSpec(), owner="test", ttl_s=60)
+    await box.exec("echo x | tee /usr/x /etc/x /tmp/x /workspace/x /dev/shm/x /x")
+    assert layer is None or layer.is_untouched()
+
+
+def groups_named(pattern: str) -> list[Path]:
+    return list(Path("/sys/fs/cgroup").rglob(pattern))
+
+
+async def test_a_worker_that_was_killed_leaves_nothing(tmp_path: Path) -> None:
+    code = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from rollserve.sandbox.base import SandboxLimits, SandboxSpec
+from rollserve.sandbox.bubblewrap import BubblewrapRuntime
+
+async def main():
+    runtime = BubblewrapRuntime(data_dir=Path(sys.argv[1]))
+    boxes = [await runtime.create(SandboxSpec(), owner="t", ttl_s=600) for _ in range(3)]
+    await boxes[0].exec("(setsid sleep 300 &)")
+    starting = asyncio.create_task(runtime.create(SandboxSpec(), owner="t", ttl_s=600))
+    await asyncio.sleep(0.004)
+    print(*(box._shell.process.pid for box in boxes), runtime._finder._folder.path, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+    runtime = BubblewrapRuntime(data_dir=tmp_path)
+    if not runtime.report().usable:
+        pytest.skip(runtime.report().detail)
+    await runtime.reap()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    said, _ = await process.communicate()
+    *pids, folder = said.decode().split()
+    assert len(pids) == 3
+    reaped = await runtime.reap()
+    assert reaped == 0 or "memory_mb" in runtime.report().enforces
+    async with asyncio.timeout(20):
+        while any(processes.state(int(pid)) not in ("Z", None) for pid in pids):
+            await asyncio.sleep(0.01)
+    assert not host_has(folder)
+    assert groups_named(f"rollserve-{process.pid}-*") == []
+    await runtime.close()
+
+
+async def test_the_processes_are_in_the_group_before_anything_runs(runtime: BubblewrapRuntime) -> None:
+    if "memory_mb" not in runtime.report().enforces:
+        pytest.skip("no control groups here, and the report says so")
+    box = await runtime.create(SandboxSpec(), owner="test", ttl_s=60)
+    said = (await box.exec("grep -h memory /proc/1/cgroup /proc/self/cgroup")).output
+    assert said.count(box.id) == 2
+    await box.close()
+    assert groups_named(box.id) == []

@@ -82,7 +82,7 @@ async def test_a_url_that_is_no_backend_of_the_policy_is_refused(room: Room, url
     with pytest.raises(InvalidInput, match=says) as caught:
         await room.core.policies.register("pol", BackendSpec(url=url))
     assert caught.value.field == "url"
-    assert await room.core.policies.backends("pol") == []
+    assert (await room.core.policies.backends("pol")).items == []
 
 
 async def test_a_backend_is_registered_once_drained_checked_and_removed(room: Room) -> None:

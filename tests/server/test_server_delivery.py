@@ -150,7 +150,7 @@ async def test_ack_commit_and_rewind(room: Room) -> None:
         await deliveries.lease(run.id, Wanted(trainer="t", epoch=first.lease.epoch))
     again = await deliveries.lease(run.id, NOW)
     assert ids(again) == [*ids(second), *ids(third)]
-    assert await deliveries.checkpoints(run.id, "t") == [checkpoint]
+    assert (await deliveries.checkpoints(run.id, "t")).items == [checkpoint]
 
 
 async def test_a_checkpoint_that_never_was(room: Room) -> None:
@@ -260,7 +260,7 @@ async def test_a_committed_name_is_not_used_twice(room: Room) -> None:
         leased = await room.core.deliveries.lease(run.id, one)
         assert leased.lease is not None
         await room.core.deliveries.ack(leased.lease.id)
-        if len(await room.core.deliveries.checkpoints(run.id, "t")) == 0:
+        if not (await room.core.deliveries.checkpoints(run.id, "t")).items:
             await room.core.deliveries.commit(run.id, "t", 0, name="c", cursor=None)
     with pytest.raises(Conflict):
         await room.core.deliveries.commit(run.id, "t", 0, name="c", cursor=None)

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from rollserve.backoff import backoff_s
 from rollserve.errors import FailureKind
 from rollserve.records.rollout import Attempt, Failure, RolloutState
 from rollserve.records.run import RetrySettings, RunSpec
-from rollserve.rollouts.retries import FREE_LOSSES, WORKER_LOST, Past, backoff_s, decide
+from rollserve.rollouts.retries import FREE_LOSSES, WORKER_LOST, Past, decide
 
 RUN = RunSpec(policy="p", retry=RetrySettings(max_attempts=3, backoff_s=2, max_backoff_s=5))
 NEW = Past(tries=0, interruptions=0, cancelled=False)
@@ -95,7 +96,6 @@ def test_an_end_without_a_reason_is_ours() -> None:
 
 
 def test_back_off_doubles_up_to_its_bound_and_spreads_over_its_upper_half() -> None:
-    retry = RUN.retry
-    assert [backoff_s(retry, tries, 1.0) for tries in (1, 2, 3)] == [2, 4, 5]
-    assert backoff_s(retry, 2, 0.0) == 2
-    assert backoff_s(RetrySettings(max_attempts=100), 99, 1.0) == 30
+    assert [backoff_s(failures, 2, 5) for failures in (1, 2, 3)] == [2, 4, 5]
+    assert backoff_s(2, 2, 5, jitter=0.0) == 2
+    assert backoff_s(10_000, 1, 30) == 30

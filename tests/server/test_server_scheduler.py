@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollserve.errors import FailureKind
+from rollserve.errors import FailureKind, InfrastructureFailure
 from rollserve.executor.base import AttemptEnded
 from rollserve.records.rollout import GroupState, RolloutState
 from rollserve.records.run import RetrySettings
@@ -59,7 +59,7 @@ async def test_infrastructure_failures_are_tried_again_and_the_history_kept(room
     assert (rollout.attempts, rollout.epoch, rollout.reward) == (3, 3, None)
     assert rollout.failure is not None
     assert rollout.failure.code == "sandbox_error"
-    attempts = await room.core.groups.attempts(rollout.id)
+    attempts = (await room.core.groups.attempts(rollout.id)).items
     assert [attempt.epoch for attempt in attempts] == [1, 2, 3]
     assert all(attempt.failure for attempt in attempts)
 
@@ -116,7 +116,7 @@ async def test_a_lost_workers_attempts_run_again_elsewhere_uncounted(room: Room)
     assert {worker for worker, _ in room.executor.started.values()} == {"w2"}
     rollout = await room.rollout(group)
     assert (rollout.state, rollout.attempts, rollout.epoch) == (RolloutState.RUNNING, 0, 2)
-    history = await room.core.groups.attempts(rollout.id)
+    history = (await room.core.groups.attempts(rollout.id)).items
     assert history[0].failure is not None
     assert history[0].failure.code == "worker_lost"
 
@@ -161,9 +161,38 @@ async def test_a_report_that_comes_after_its_worker_was_given_up_on_is_fenced(ro
     late = ended(old, reward=0.0, payload=ref)
     room.executor.say("w2", AttemptEnded(attempt_json=late.model_dump_json().encode()))
     await room.until(lambda: room.executor.acks)
-    assert room.executor.acks[0].accepted is False
-    assert "late" not in room.payloads.kept
     assert (await room.rollout(group)).state is RolloutState.RUNNING
+    history = (await room.core.groups.attempts(old.rollout_id)).items
+    assert "fenced" in history[0].detail
+    assert (history[0].payload, room.executor.acks[0].accepted) == (ref, True)
+    assert ref in room.payloads.kept
+
+
+async def test_what_a_lost_attempt_had_recorded_is_kept(room: Room) -> None:
+    run = await room.run()
+    [group] = await room.submit(run)
+    await room.started(1)
+    [old] = room.executor.history
+    room.payloads.open_segment(run.id, old.attempt_id).append_log("$ make")
+    room.executor.kill("w1")
+    await room.started(2)
+    recorded = await room.core.trajectories.of_attempt(old.attempt_id)
+    assert (recorded.live, recorded.payload.log) == (False, [(0.0, "$ make")])
+    assert (await room.rollout(group)).epoch == 2
+
+
+async def test_a_record_that_cant_be_salvaged_costs_nothing_else(room: Room) -> None:
+    async def refuse(run_id: str, attempt_id: str) -> None:
+        raise InfrastructureFailure("the disk refused", operation="payload.salvage")
+
+    room.payloads.salvage = refuse  # type: ignore[method-assign]
+    run = await room.run()
+    [group] = await room.submit(run)
+    await room.started(1)
+    room.executor.kill("w1")
+    await room.started(2)
+    history = (await room.core.groups.attempts((await room.rollout(group)).id)).items
+    assert history[0].payload is None
 
 
 async def test_a_queued_rollout_is_cancelled_at_once_a_running_one_by_its_worker(make_room: MakeRoom) -> None:
@@ -173,7 +202,7 @@ async def test_a_queued_rollout_is_cancelled_at_once_a_running_one_by_its_worker
         await room.started(1)
         outcome = await room.core.groups.cancel_group(queued.id)
         assert (outcome.ended, outcome.stopping) == (1, 0)
-        assert (await room.core.groups.get(queued.id))[0].state is GroupState.CANCELLED
+        assert (await room.core.groups.get(queued.id)).state is GroupState.CANCELLED
         start = room.executor.history[0]
         outcome = await room.core.groups.cancel_rollout(start.rollout_id)
         assert (outcome.ended, outcome.stopping) == (0, 1)
@@ -289,7 +318,7 @@ async def test_an_attempt_its_worker_forgot_is_given_up_on(make_room: MakeRoom) 
         assert (await room.rollout(group)).state is RolloutState.RUNNING
         await clock.advance(120)
         await room.started(2)
-        history = await room.core.groups.attempts(room.executor.history[0].rollout_id)
+        history = (await room.core.groups.attempts(room.executor.history[0].rollout_id)).items
         assert history[0].failure is not None
         assert history[0].failure.code == "overdue"
         assert [cancel.reason for cancel in room.executor.cancels] == ["overdue"]
@@ -300,22 +329,27 @@ async def test_recovery_runs_again_what_ran(make_room: MakeRoom) -> None:
         run = await room.run()
         [group] = await room.submit(run, rollouts=2)
         await room.started(2)
-        room.executor.end(room.executor.history[0].attempt_id, ended(room.executor.history[0]))
+        done, interrupted = room.executor.history
+        room.executor.end(done.attempt_id, ended(done))
         await room.ended(group, RolloutState.COMPLETED)
-    async with make_room(FakeExecutor()) as room:
+        room.payloads.open_segment(run.id, interrupted.attempt_id).append_log("$ make")
+        payloads = room.payloads
+    async with make_room(FakeExecutor(), payloads=payloads) as room:
         await room.started(1)
         [start] = room.executor.history
+        recorded = await room.core.trajectories.of_attempt(interrupted.attempt_id)
+        assert recorded.payload.log == [(0.0, "$ make")]
         assert (start.index, start.epoch) == (1, 2)
         assert room.payloads.swept is not None
         room.executor.end(start.attempt_id, ended(start))
         await room.until(lambda: _all_ended(room, group.id))
-        rollouts = (await room.core.groups.get(group.id))[1]
+        rollouts = await room.core.groups.rollouts_of(group.id)
         assert [rollout.attempts for rollout in rollouts] == [1, 1]
         assert [rollout.epoch for rollout in rollouts] == [1, 2]
 
 
 async def _all_ended(room: Room, group_id: str) -> bool:
-    return (await room.core.groups.get(group_id))[0].state is GroupState.FINISHED
+    return (await room.core.groups.get(group_id)).state is GroupState.FINISHED
 
 
 async def test_what_a_stop_interrupts_is_not_held_against_it(make_room: MakeRoom) -> None:
@@ -332,9 +366,9 @@ async def test_what_a_stop_interrupts_is_not_held_against_it(make_room: MakeRoom
     async with make_room(FakeExecutor()) as room:
         await room.started(2)
         assert {start.index for start in room.executor.history} == {abandoned.index, lost.index}
-        rollouts = (await room.core.groups.get(group.id))[1]
+        rollouts = await room.core.groups.rollouts_of(group.id)
         assert [rollout.state for rollout in rollouts].count(RolloutState.COMPLETED) == 1
         for start in room.executor.history:
-            [first, _] = await room.core.groups.attempts(start.rollout_id)
+            [first, _] = (await room.core.groups.attempts(start.rollout_id)).items
             assert first.failure is not None
             assert first.failure.code not in INTERRUPTIONS

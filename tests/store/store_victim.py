@@ -9,6 +9,10 @@ import json
 import sys
 import time
 
+from rollserve.records.base import new_id
+from rollserve.records.control import TaskSource
+from rollserve.records.run import Run, SourceState, SourceStatus
+from rollserve.store.base import Fed, NewGroup
 from rollserve.store.sql import SqlStore
 from rollserve.testing.store_facts import ending, make_group, open_run
 
@@ -44,17 +48,31 @@ async def take(store: SqlStore, run_id: str) -> None:
         await asyncio.sleep(0)
 
 
+async def feed(store: SqlStore, run_id: str) -> None:
+    for place in itertools.count(step=3):
+        groups = [
+            NewGroup(task=make_group().task, num_rollouts=1, source_seq=each)
+            for each in range(place, place + 3)
+        ]
+        await store.feed(run_id, Fed(position=place, next=place + 3, groups=groups))
+        say(did="feed", next=place + 3)
+
+
 async def main(url: str) -> None:
     store = SqlStore(url)
     await store.open()
     run = await open_run(store, max_queued_groups=1_000_000, max_undelivered_groups=1_000_000)
-    say(did="open", run=run.id)
+    spec = run.spec.model_copy(update={"source": TaskSource(path="x")})
+    fed = Run(id=new_id("run"), spec=spec, created_at=time.time())
+    await store.create_run(fed, SourceStatus(state=SourceState.RUNNING, position=0, lines=10**6, digest="d"))
+    say(did="open", run=run.id, fed=fed.id)
     async with asyncio.TaskGroup() as tasks:
         for name in ("a", "b"):
             tasks.create_task(submit(store, run.id, name))
         for _ in range(4):
             tasks.create_task(work(store))
         tasks.create_task(take(store, run.id))
+        tasks.create_task(feed(store, fed.id))
 
 
 if __name__ == "__main__":

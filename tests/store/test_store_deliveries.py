@@ -192,7 +192,7 @@ class Deliveries(RuleBasedStateMachine):
     @invariant()
     def keeps_checkpoints(self) -> None:
         for name, trainer in self.trainers.items():
-            kept = self.do(self.store.list_checkpoints(self.run_id, name))
+            kept = self.do(self.store.list_checkpoints(self.run_id, name)).items
             assert [checkpoint.name for checkpoint in kept] == trainer.checkpoints
 
 

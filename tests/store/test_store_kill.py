@@ -45,6 +45,16 @@ async def drain(store: SqlStore, run_id: str) -> list[str]:
     return delivered
 
 
+async def check_source(store: SqlStore, said: list[dict[str, Any]]) -> None:
+    """Its place is where its groups end: each task has one, and none is missing."""
+    run_id = said[0]["fed"]
+    source = await store.source(run_id)
+    assert source is not None
+    assert source.position >= max((item["next"] for item in said if item["did"] == "feed"), default=0)
+    groups = (await store.list_groups(run_id, limit=100_000)).items
+    assert [group.source_seq for group in groups] == list(range(source.position))
+
+
 @pytest.mark.parametrize("lines", [40, 150, 400])
 async def test_kill_loses_nothing_that_was_answered(tmp_path: Path, lines: int) -> None:
     url = f"sqlite:///{tmp_path / 'store.db'}"
@@ -53,7 +63,7 @@ async def test_kill_loses_nothing_that_was_answered(tmp_path: Path, lines: int) 
     store = SqlStore(url)
     await store.open()
     run_id = said[0]["run"]
-    await store.recover(NOW)
+    await store.recover(NOW, {})
     for item in said:
         match item:
             case {"did": "submit", "key": key, "group": group}:
@@ -63,8 +73,9 @@ async def test_kill_loses_nothing_that_was_answered(tmp_path: Path, lines: int) 
                 rollout = await store.get_rollout(rollout_id)
                 assert (rollout.state, rollout.reward) == (RolloutState.COMPLETED, reward)
             case _:
-                assert item["did"] in ("open", "ack", "commit")
-    names = [item.name for item in await store.list_checkpoints(run_id, "t")]
+                assert item["did"] in ("open", "ack", "commit", "feed")
+    await check_source(store, said)
+    names = [item.name for item in (await store.list_checkpoints(run_id, "t")).items]
     assert {item["name"] for item in said if item["did"] == "commit"} <= set(names)
     acked = [group for item in said if item["did"] == "ack" for group in item["groups"]]
     assert len(acked) == len(set(acked))

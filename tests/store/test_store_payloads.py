@@ -213,6 +213,22 @@ class TestAddresses:
         assert files_under(tmp_path / "payloads") == ["r/kept.rsp", "r/notes.txt"]
         dead.discard()
 
+    async def test_salvage(self, store: FilePayloadStore, tmp_path: Path) -> None:
+        assert await store.salvage("r", "never") is None
+        dead = store.open_segment("r", "dead")
+        dead.append_log("whole")
+        live = tmp_path / "payloads" / "r" / "dead.live"
+        with live.open("ab") as file:
+            file.write(b"\x07torn")
+        kept = await store.salvage("r", "dead")
+        assert kept is not None
+        assert [line for _, line in (await store.read(kept.ref)).log] == ["whole"]
+        assert files_under(tmp_path / "payloads") == ["r/dead.rsp"]
+        assert await store.salvage("r", "dead") == kept
+        dead.append_log("by a worker that was not quite dead")
+        assert await store.salvage("r", "dead") == kept
+        dead.discard()
+
     async def test_damaged_file(self, store: FilePayloadStore, tmp_path: Path) -> None:
         segment = store.open_segment("r", "a")
         segment.append_call(make_call())

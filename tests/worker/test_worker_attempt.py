@@ -16,6 +16,7 @@ from rollserve.errors import (
     LimitReached,
     SandboxError,
 )
+from rollserve.gateway.base import Ending
 from rollserve.grader.base import Grade, Grading
 from rollserve.records.call import Message
 from rollserve.records.rollout import RolloutState
@@ -60,7 +61,7 @@ async def test_the_agent_side_is_gone_before_grading(bench: Bench) -> None:
     order = bench.fakes.journal.entries
     assert order.index("tools.closed") < order.index("session.closed a") < order.index("sandbox.closed a-1")
     assert (
-        order.index("sandbox.closed a-1") < order.index("stage grade a") < order.index("sandbox.created a-2")
+        order.index("sandbox.closed a-1") < order.index("stage grade a") < order.index("sandbox.closed a-2")
     )
     assert order.index("sandbox.closed a-2") < order.index("stage done a")
 
@@ -291,6 +292,22 @@ async def test_inexact_calls_and_the_runs_rule(bench: Bench, rule: str, failed: 
         assert attempt.reward is None
 
 
+@pytest.mark.parametrize(("rule", "failed"), [("fail", True), ("exact", False)])
+async def test_rewritten_turns_and_the_runs_rule(bench: Bench, rule: str, failed: bool) -> None:
+    """Also where the agent got over the refusal."""
+
+    async def rewritten() -> None:
+        bench.fakes.gateway.sessions[0].counts["rewritten"] = 1
+
+    bench.fakes.hooks.chat = rewritten
+    run = RunSpec.model_validate({"policy": "p", "rewrites": rule})
+    attempt = await bench.play(run=run)
+    assert (attempt.failure is not None) is failed
+    if attempt.failure is not None:
+        assert attempt.failure.code == "inexact"
+        assert "rewrote" in attempt.failure.message
+
+
 # -- budgets
 async def test_run_s_truncates_and_is_graded(bench: Bench, tight: Limits) -> None:
     async def slow(episode: Episode) -> AgentResult:
@@ -308,6 +325,72 @@ async def test_run_s_truncates_and_is_graded(bench: Bench, tight: Limits) -> Non
     assert attempt.truncated_by == "run_s"
     assert attempt.reward == 2.0
     assert attempt.timings["run"] == pytest.approx(20)
+
+
+async def test_time_lost_on_a_backend_is_no_limit(bench: Bench, tight: Limits) -> None:
+    bench.fakes.hooks.chat = hang
+    generating: list[bool] = []
+
+    async def silent() -> None:
+        generating.append(bool(bench.fakes.gateway.generating))
+        bench.fakes.gateway.sessions[0].stall = BackendUnavailable("backend b1 was silent for 20 s")
+
+    bench.fakes.hooks.stalled = silent
+    attempt = await bench.until(bench.spawn(bench.runner(limits=tight)))
+    assert generating == [True], "asked while the call is out"
+    assert attempt.outcome is RolloutState.FAILED
+    assert attempt.reward is None
+    assert attempt.truncated_by is None
+    assert attempt.failure is not None
+    assert attempt.failure.kind is FailureKind.INFRASTRUCTURE
+    assert attempt.failure.code == "backend_unavailable"
+    assert "b1 was silent for 20 s" in attempt.failure.message
+    assert bench.fakes.leftovers == []
+    assert bench.free()
+    assert bench.clock.timers == 0
+
+
+@pytest.mark.parametrize("question", ["hangs", "breaks"])
+async def test_a_question_without_an_answer_leaves_the_limit(
+    bench: Bench, tight: Limits, question: str
+) -> None:
+    bench.fakes.hooks.chat = hang
+    bench.fakes.hooks.stalled = hang if question == "hangs" else raising(ZeroDivisionError("oops"))
+    attempt = await bench.until(bench.spawn(bench.runner(limits=tight)))
+    assert attempt.truncated_by == "run_s"
+    assert attempt.timings["run"] == pytest.approx(20)
+    assert "whose time it was can't be told" in bench.log()
+    assert bench.clock.monotonic() < 40
+    assert bench.fakes.leftovers == []
+
+
+async def test_lost_tries_do_not_burn_the_run(bench: Bench, tight: Limits) -> None:
+    async def lost_once() -> None:
+        refund = bench.fakes.gateway.sessions[0].spec.clock.refundable()
+        await bench.clock.sleep(15)
+        refund()
+        await bench.clock.sleep(15)
+
+    bench.fakes.hooks.chat = lost_once
+    attempt = await bench.until(bench.spawn(bench.runner(limits=tight)))
+    assert attempt.truncated_by is None
+    assert attempt.timings["run"] == pytest.approx(15)
+
+
+@pytest.mark.parametrize("ending", list(Ending))
+async def test_the_session_is_told_why_it_ends(bench: Bench, ending: Ending) -> None:
+    runner = bench.runner()
+    if ending is not Ending.ENDED:
+        bench.fakes.hooks.chat = hang
+    task = bench.spawn(runner)
+    await bench.clock.settle()
+    if ending is Ending.CANCELLED:
+        runner.cancel("stale")
+    if ending is Ending.STOPPING:
+        runner.abandon()
+    await bench.clock.settle()
+    await asyncio.wait_for(task, 10)
+    assert bench.fakes.gateway.sessions[0].ending is ending
 
 
 async def test_total_s_truncates_too_and_grading_has_its_own(bench: Bench) -> None:
@@ -572,7 +655,7 @@ async def test_a_release_that_fails_is_recorded_and_masks_nothing(bench: Bench, 
     assert any("stuck mount" in error for error in attempt.detail["release_errors"])
     assert "release failed" in bench.log()
     assert bench.counters["release_errors"] >= 1
-    assert bench.free()
+    assert bench.free() is (point != "close_sandbox")
 
 
 @pytest.mark.parametrize("point", ["close_tools", "close_session", "close_sandbox"])
@@ -581,10 +664,10 @@ async def test_a_release_that_hangs_meets_its_deadline(bench: Bench, point: str)
     attempt = await bench.until(bench.spawn(bench.runner()))
     assert attempt.reward == 1.0
     assert any("not done within" in error for error in attempt.detail["release_errors"])
-    assert bench.free()
+    assert bench.free() is (point != "close_sandbox")
 
 
-async def test_a_release_that_fails_once_is_tried_again(bench: Bench) -> None:
+async def test_a_slot_is_taken_until_its_sandbox_is_confirmed_gone(bench: Bench) -> None:
     tries: list[int] = []
 
     async def flaky() -> None:
@@ -595,6 +678,97 @@ async def test_a_release_that_fails_once_is_tried_again(bench: Bench) -> None:
     bench.fakes.hooks.close_sandbox = flaky
     attempt = await bench.play()
     assert len(attempt.detail["release_errors"]) == 1
+    ((left, closed),) = bench.unclosed
+    assert bench.fakes.leftovers == [f"sandbox {left[0].id}"]
+    assert bench.pools.occupancy()["run"] == 1
+    await left[0].close()
+    closed()
+    closed()
+    assert bench.fakes.leftovers == []
+    assert bench.free()
+
+
+# -- the grading sandbox, ahead
+class Made:
+    """Sandboxes by the order they were asked for."""
+
+    def __init__(self, bench: Bench, *, hangs_at: int = 0, fails_at: int = 0) -> None:
+        self.asked = 0
+        self._hangs_at, self._fails_at = hangs_at, fails_at
+        self.gate = asyncio.Event()
+        bench.fakes.hooks.create = self._create
+
+    async def _create(self) -> None:
+        self.asked += 1
+        if self.asked == self._fails_at:
+            raise SandboxError("no room", operation="sandbox.start")
+        if self.asked == self._hangs_at:
+            await self.gate.wait()
+
+
+async def test_the_grading_sandbox_is_started_while_the_agent_runs(bench: Bench) -> None:
+    bench.fakes.graders.carry = ("/workspace",)
+    made = Made(bench)
+
+    async def slow() -> None:
+        await bench.clock.settle()
+        bench.fakes.journal(f"asked {made.asked}")
+
+    bench.fakes.hooks.chat = slow
+    attempt = await bench.play()
+    assert attempt.reward == 1.0
+    assert made.asked == 2
+    assert "asked 2" in bench.fakes.journal.entries
+    assert bench.counters["sandbox_starts"] == 2
+    assert bench.fakes.leftovers == []
+
+
+@pytest.mark.parametrize("ends", ["cancel", "fail"])
+@pytest.mark.parametrize("hangs_at", [0, 2], ids=["made", "being made"])
+async def test_a_grading_sandbox_that_nobody_takes_is_gone(bench: Bench, ends: str, hangs_at: int) -> None:
+    bench.fakes.graders.carry = ("/workspace",)
+    made = Made(bench, hangs_at=hangs_at)
+
+    async def stops() -> None:
+        await bench.clock.settle()
+        if ends == "fail":
+            raise RuntimeError("the agent broke")
+        await hang()
+
+    bench.fakes.hooks.chat = stops
+    runner = bench.runner()
+    task = bench.spawn(runner)
+    await bench.clock.settle()
+    assert made.asked == 2
+    if ends == "cancel":
+        runner.cancel("enough")
+    attempt = await asyncio.wait_for(task, 10)
+    assert attempt is not None
+    assert attempt.reward is None
+    assert bench.fakes.leftovers == []
+    assert bench.free()
+
+
+async def test_a_grading_sandbox_that_is_late_is_waited_for(bench: Bench) -> None:
+    bench.fakes.graders.carry = ("/workspace",)
+    made = Made(bench, hangs_at=2)
+    task = bench.spawn(bench.runner())
+    await bench.clock.settle()
+    assert not task.done()
+    made.gate.set()
+    attempt = await asyncio.wait_for(task, 10)
+    assert attempt is not None
+    assert attempt.reward == 1.0
+    assert made.asked == 2
+
+
+async def test_a_grading_sandbox_that_failed_ahead_is_started_anew(bench: Bench) -> None:
+    bench.fakes.graders.carry = ("/workspace",)
+    made = Made(bench, fails_at=2)
+    attempt = await bench.play()
+    assert attempt.reward == 1.0
+    assert made.asked == 3
+    assert "no sandbox ahead" in bench.log()
     assert bench.fakes.leftovers == []
 
 
@@ -637,7 +811,7 @@ async def test_the_run_sandbox_can_be_kept(bench: Bench, failing: bool) -> None:
     if failing:
         bench.fakes.hooks.chat = raising(BackendUnavailable("nobody", operation="chat"))
     attempt = await bench.play(keep_s=60)
-    assert [(sandbox.id, seconds) for sandbox, seconds in bench.kept] == [("a-1", 60)]
+    assert [sandbox.id for sandbox in bench.kept] == ["a-1"]
     assert attempt.detail["kept_sandbox"] == "a-1"
     assert [sandbox.id for sandbox in bench.fakes.runtime.open] == ["a-1"]
 

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from rollserve.errors import LimitReached
+from rollserve.errors import BackendUnavailable, LimitReached
 from rollserve.rollouts.clock import ActiveTimer, Deadline, SystemClock
 from rollserve.testing.clock import FakeClock
 
@@ -192,6 +192,222 @@ async def test_a_cancel_during_a_limits_own_wins(clock: FakeClock) -> None:
     task.cancel()
     await clock.settle()
     assert task.cancelled()
+
+
+# -- time given back
+async def test_a_refund_moves_the_end_of_run_and_total(clock: FakeClock) -> None:
+    ended: dict[str, float] = {}
+
+    async def body(active: ActiveTimer) -> None:
+        try:
+            async with active.limit("run_s", 10) as scope:
+                refund = active.refundable()
+                await clock.sleep(8)
+                refund()
+                assert active.active_s == pytest.approx(0)
+                await asyncio.Event().wait()
+        except LimitReached as error:
+            assert scope.used_s == pytest.approx(min(10, active.total_s))
+            ended[error.limit] = clock.monotonic()
+
+    tasks = [asyncio.create_task(body(timer(clock, total_s=total_s))) for total_s in (100, 9)]
+    await clock.advance(30)
+    await asyncio.gather(*tasks)
+    assert ended == pytest.approx({"total_s": 17, "run_s": 18})
+    assert clock.timers == 0
+
+
+async def test_refunds_that_overlap_are_given_once(clock: FakeClock) -> None:
+    active = timer(clock)
+
+    async def body() -> None:
+        async with active.limit("run_s", 90) as scope:
+            await clock.sleep(1)
+            long = active.refundable()
+            await clock.sleep(2)
+            first = active.refundable()
+            await clock.sleep(3)
+            first()
+            assert active.active_s == pytest.approx(3)
+            await clock.sleep(4)
+            late = active.refundable()
+            await clock.sleep(5)
+            late()
+            late()
+            assert active.active_s == pytest.approx(7)
+            long()
+            assert active.active_s == pytest.approx(1)
+            await clock.sleep(6)
+        assert scope.used_s == pytest.approx(7)
+
+    task = asyncio.create_task(body())
+    await clock.advance(30)
+    await task
+    assert active.active_s == pytest.approx(7)
+
+
+async def test_what_was_not_charged_is_not_given_back(clock: FakeClock) -> None:
+    active = timer(clock)
+
+    async def body() -> None:
+        async with active.limit("run_s", 90):
+            await clock.sleep(5)
+            refund = active.refundable()
+            with active.pause():
+                await clock.sleep(50)
+            await clock.sleep(2)
+            refund()
+
+    task = asyncio.create_task(body())
+    await clock.advance(60)
+    await task
+    assert active.active_s == pytest.approx(5)
+
+
+async def test_the_ceiling_gives_nothing_back(clock: FakeClock) -> None:
+    active = timer(clock, wall_s=30)
+
+    async def body() -> str:
+        try:
+            async with active.limit("run_s", 20):
+                while True:
+                    refund = active.refundable()
+                    await clock.sleep(5)
+                    refund()
+        except LimitReached as error:
+            return error.limit
+
+    task = asyncio.create_task(body())
+    await clock.advance(60)
+    assert await task == "wall_s"
+    assert clock.timers == 0
+
+
+# -- whose time it was
+async def test_a_judge_is_asked_while_the_body_goes_on_and_charged_to_nothing(clock: FakeClock) -> None:
+    active = timer(clock)
+    asked: list[float] = []
+    ended: list[float] = []
+
+    async def judge() -> None:
+        asked.append(clock.monotonic())
+        await clock.sleep(5)
+
+    async def body() -> None:
+        with pytest.raises(LimitReached) as caught:
+            async with active.limit("run_s", 10, judge=judge) as scope:
+                await asyncio.Event().wait()
+        assert caught.value.limit == "run_s"
+        assert scope.used_s == pytest.approx(10)
+        ended.append(clock.monotonic())
+
+    task = asyncio.create_task(body())
+    await clock.advance(14.9)
+    assert not task.done()
+    await clock.advance(1)
+    await task
+    assert (asked, ended) == ([10.0], [15.0])
+    assert active.active_s == pytest.approx(10)
+    assert clock.timers == 0
+
+
+async def test_a_verdict_is_raised_instead_of_the_limit(clock: FakeClock) -> None:
+    verdict = BackendUnavailable("b1 was silent")
+
+    async def judge() -> BackendUnavailable:
+        return verdict
+
+    async def body() -> None:
+        with pytest.raises(BackendUnavailable) as caught:
+            async with timer(clock).limit("run_s", 10, judge=judge):
+                await asyncio.Event().wait()
+        assert caught.value is verdict
+
+    task = asyncio.create_task(body())
+    await clock.advance(11)
+    await task
+
+
+async def test_a_body_that_ends_while_the_judge_thinks_has_ended(clock: FakeClock) -> None:
+    thinking: list[str] = []
+
+    async def judge() -> None:
+        try:
+            await clock.sleep(5)
+        except asyncio.CancelledError:
+            thinking.append("stopped")
+            raise
+
+    async def body() -> str:
+        async with timer(clock).limit("run_s", 10, judge=judge):
+            await clock.sleep(12)
+        return "done"
+
+    task = asyncio.create_task(body())
+    await clock.advance(20)
+    assert await task == "done"
+    assert thinking == ["stopped"]
+    assert clock.timers == 0
+
+
+async def test_a_refund_while_the_judge_thinks_lets_the_body_go_on(clock: FakeClock) -> None:
+    active = timer(clock)
+    asked: list[float] = []
+    ended: list[float] = []
+
+    async def judge() -> None:
+        asked.append(clock.monotonic())
+        await clock.sleep(2)
+
+    async def body() -> None:
+        with pytest.raises(LimitReached):
+            async with active.limit("run_s", 10, judge=judge):
+                await clock.sleep(4)
+                refund = active.refundable()
+                await clock.sleep(7)
+                refund()
+                await asyncio.Event().wait()
+        ended.append(clock.monotonic())
+
+    task = asyncio.create_task(body())
+    await clock.advance(40)
+    await task
+    assert asked == [10.0, pytest.approx(18.0)]
+    assert ended == [pytest.approx(20.0)]
+
+
+async def test_the_ceiling_waits_for_no_judge(clock: FakeClock) -> None:
+    async def judge() -> None:
+        await asyncio.Event().wait()
+
+    async def body() -> str:
+        try:
+            async with timer(clock, wall_s=15).limit("run_s", 10, judge=judge):
+                await asyncio.Event().wait()
+        except LimitReached as error:
+            return error.limit
+        return ""
+
+    task = asyncio.create_task(body())
+    await clock.advance(16)
+    assert await task == "wall_s"
+    assert clock.timers == 0
+
+
+async def test_a_cancel_while_the_judge_thinks_is_a_cancel(clock: FakeClock) -> None:
+    async def judge() -> None:
+        await asyncio.Event().wait()
+
+    async def body() -> None:
+        async with timer(clock).limit("run_s", 10, judge=judge):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(body())
+    await clock.advance(11)
+    task.cancel()
+    await clock.settle()
+    assert task.cancelled()
+    assert clock.timers == 0
 
 
 async def test_deadline(clock: FakeClock) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -23,6 +24,7 @@ from rollserve.executor.base import (
 from rollserve.records.policy import Policy, PolicySpec
 from rollserve.records.rollout import Attempt, RolloutState
 from rollserve.rollouts.stages import StageSlots
+from rollserve.rollouts.warm import WarmRuntime
 from rollserve.rollouts.worker import Worker
 from rollserve.sandbox.base import SandboxSpec
 from rollserve.testing.attempt_bench import AttemptBench
@@ -257,25 +259,6 @@ async def test_stop_lets_what_ends_in_time_end_and_cleans_up_the_rest(
     assert len(server.all(AttemptEnded)) == 1
 
 
-async def test_kept_sandboxes_close_when_their_time_is_up(
-    worker: Worker, server: Server, bench: AttemptBench
-) -> None:
-    worker.handle(bench.start_message("a", keep_s=60))
-    await server.ends()
-    assert len(bench.fakes.runtime.open) == 1
-    await bench.clock.advance(61)
-    assert bench.fakes.runtime.open == set()
-
-
-async def test_kept_sandboxes_close_when_the_worker_stops(
-    worker: Worker, server: Server, bench: AttemptBench
-) -> None:
-    worker.handle(bench.start_message("a", keep_s=1e6))
-    await server.ends()
-    await worker.stop(0)
-    assert bench.fakes.runtime.open == set()
-
-
 async def test_many_attempts_at_once(server: Server, bench: AttemptBench) -> None:
     slots = StageSlots(init=16, ready=16, run=512, grade=16)
     worker = Worker(bench.fakes.ports, worker_id="w2", slots=slots)
@@ -292,4 +275,54 @@ async def test_many_attempts_at_once(server: Server, bench: AttemptBench) -> Non
 async def test_the_fake_runtime_closes_what_is_open(bench: AttemptBench) -> None:
     await bench.fakes.runtime.create(SandboxSpec(), owner="x", ttl_s=1)
     await bench.fakes.runtime.close()
+    assert bench.fakes.leftovers == []
+
+
+async def test_a_sandbox_that_does_not_close_keeps_its_slot_and_is_tried_again(
+    worker: Worker, server: Server, bench: AttemptBench
+) -> None:
+    tries: list[int] = []
+
+    async def stuck() -> None:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError("busy")
+
+    bench.fakes.hooks.close_sandbox = stuck
+    worker.handle(bench.start_message("a"))
+    assert (await server.ends())[0].reward == 1.0
+    assert len(tries) == 1
+
+    async def held() -> int:
+        seen = len(server.all(WorkerStats))
+        await bench.clock.advance(1.01)
+        await server.until(lambda: len(server.all(WorkerStats)) > seen)
+        return server.all(WorkerStats)[-1].stages["run"]
+
+    assert await held() == 1
+    await bench.clock.advance(5)
+    assert len(tries) == 2
+    assert await held() == 1
+    await bench.clock.advance(5)
+    assert len(tries) == 3
+    assert await held() == 0
+    assert bench.fakes.leftovers == []
+
+
+async def test_stats_count_what_was_made_ahead(server: Server, bench: AttemptBench) -> None:
+    warm = WarmRuntime(bench.fakes.runtime, most=4, clock=bench.clock)
+    ports = replace(bench.fakes.ports, runtimes={"fake": warm})
+    worker = Worker(ports, worker_id="w1", slots=StageSlots())
+    await worker.start()
+    worker.connect(server.send)
+    for name in ("a", "b"):
+        worker.handle(bench.start_message(name))
+        await server.ends(1 if name == "a" else 2)
+    await bench.clock.advance(1.01)
+    await server.until(lambda: bool(server.all(WorkerStats)))
+    counters = server.all(WorkerStats)[-1].counters
+    assert (counters["cold_starts"], counters["warm_starts"]) == (1, 1)
+    assert counters["spares_made"] >= 2
+    await worker.stop(0)
+    await warm.close()
     assert bench.fakes.leftovers == []

@@ -7,15 +7,17 @@ can be killed; there ``tools`` and ``model`` are proxies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
+from rollserve.errors import InfrastructureFailure, LimitReached, SandboxError
 from rollserve.records.call import Message
 from rollserve.records.task import Task
+from rollserve.sandbox.base import Sandbox
 from rollserve.sandbox.tools import ToolResult
 
 
@@ -55,11 +57,34 @@ class Toolbox(Protocol):
         error *result*."""
 
 
+class SessionView(Protocol):
+    """What an agent that can't see its own model calls may know of them (``gateway.base.Session``)."""
+
+    @property
+    def call_ids(self) -> list[str]: ...
+    @property
+    def trouble(self) -> LimitReached | InfrastructureFailure | None: ...
+    def conversation(self) -> list[Message]: ...
+
+
+def last_words(conversation: Sequence[Message]) -> str | None:
+    """The last text of the model's: the answer of an agent that gives none itself."""
+    texts = (message.content.strip() for message in conversation if message.role == "assistant")
+    return next((text for text in reversed(list(texts)) if text), None)
+
+
+async def _no_way() -> str:
+    raise SandboxError("this episode has no sandbox to reach its session from", operation="agent.reach")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Episode:
     """What an agent gets. ``base_url`` and ``api_key`` address the session for agents that speak
     HTTP. ``log`` keeps a line with the attempt. Time inside ``pause()`` (waiting for a slot) is not
-    charged to the attempt's budgets."""
+    charged to the attempt's budgets.
+
+    For agents in the worker that run the model's client inside ``sandbox``: ``reach`` opens the way from
+    there to the session and returns its base URL as seen from there; ``session`` is what it knows."""
 
     task: Task
     tools: Toolbox
@@ -68,6 +93,9 @@ class Episode:
     base_url: str = ""
     api_key: str = ""
     pause: Callable[[], AbstractContextManager[None]] = nullcontext
+    sandbox: Sandbox | None = None
+    reach: Callable[[], Awaitable[str]] = _no_way
+    session: SessionView | None = None
 
 
 class AgentResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,13 +115,20 @@ class Agent(Protocol):
         """Drive one episode. Anything raised that is not an ``EpisodeFailure`` is the agent's crash."""
 
 
+def no_mounts(options: dict[str, Any]) -> dict[str, str]:
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class AgentEntry:
     """How a name is run. ``check`` raises ``InvalidInput`` for bad options, before anything starts;
-    ``hosted`` agents run in a code host."""
+    ``hosted`` agents run in a code host. ``mounts`` says what of this machine the agent wants to see in
+    its sandbox (``SandboxSpec.mounts``); one that ``acts_inside`` can't do without a sandbox."""
 
     name: str
     make: Callable[[dict[str, Any]], Agent]
     check: Callable[[dict[str, Any]], None]
     hosted: bool = False
+    acts_inside: bool = False
+    mounts: Callable[[dict[str, Any]], dict[str, str]] = no_mounts
     code: dict[str, str] = field(default_factory=dict)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from rollserve.agent.base import Agent, AgentEntry
+from rollserve.agent.command import CommandAgent, CommandOptions, program_of
+from rollserve.agent.harness.table import HARNESSES, harness_entry
 from rollserve.agent.python_agent import PythonAgent
 from rollserve.agent.tool_agent import ToolAgent, ToolAgentOptions
 from rollserve.errors import UnknownName
@@ -25,18 +28,37 @@ def _check_tool_agent(options: dict[str, Any]) -> None:
     _tool_agent(options)
 
 
-def built_in() -> dict[str, AgentEntry]:
-    """The agents that run in the worker. A new one is a line here."""
-    return {"tool": AgentEntry(name="tool", make=_tool_agent, check=_check_tool_agent)}
+def _command(options: dict[str, Any]) -> Agent:
+    return CommandAgent(program_of(parse_options(CommandOptions, options, field="agent.options")))
+
+
+def _check_command(options: dict[str, Any]) -> None:
+    _command(options)
+
+
+def built_in(harness_dir: Path | None = None) -> dict[str, AgentEntry]:
+    """The agents that run in the worker. A new one is a line here, a new harness one in its table."""
+    return {
+        "tool": AgentEntry(name="tool", make=_tool_agent, check=_check_tool_agent),
+        "command": AgentEntry(name="command", make=_command, check=_check_command, acts_inside=True),
+        **{name: harness_entry(harness, harness_dir) for name, harness in HARNESSES.items()},
+    }
 
 
 class AgentCatalog:
     """``installed`` maps names to import paths; by default what installed packages declare. An
-    installed agent is user code like any other: it runs in a code host."""
+    installed agent is user code like any other: it runs in a code host. ``harness_dir`` holds the
+    command-line harnesses installed on this machine."""
 
-    def __init__(self, hosts: CodeHosts, *, installed: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        hosts: CodeHosts,
+        *,
+        installed: Mapping[str, str] | None = None,
+        harness_dir: Path | None = None,
+    ) -> None:
         self._hosts = hosts
-        self._built_in = built_in()
+        self._built_in = built_in(harness_dir)
         if installed is None:
             installed = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
         self._installed = dict(installed)

@@ -15,26 +15,19 @@ from typing import Any
 
 import msgspec
 
+from rollserve.agent.mcp_servers import McpConnection, check_servers, start_server
 from rollserve.errors import EpisodeFailure, InvalidInput, RollserveError, UnknownName
+from rollserve.records.base import deeper_than
 from rollserve.records.task import Task
 from rollserve.sandbox.base import Sandbox
-from rollserve.sandbox.tools import (
-    BUILT_IN_TOOLS,
-    SANDBOX_TOOLS,
-    EchoTool,
-    ShellTool,
-    SubmitTool,
-    Tool,
-    ToolResult,
-    function_schema,
-)
+from rollserve.sandbox.tools.base import Tool, ToolResult, function_schema, wrong
+from rollserve.sandbox.tools.registry import BUILT_IN_TOOLS, OTHER_TOOLS, SANDBOX_TOOLS
 from rollserve.usercode import params
 from rollserve.usercode.base import CodeFault, CodeHost, CodeHosts, CodeInfo, LogLine, Pause, Role, Use
-from rollserve.usercode.options import nearest
+from rollserve.usercode.schema import faults, lenient, nearest
 from rollserve.usercode.serving import sandbox_handlers
 
 MAX_ARGUMENT_CHARS = 4 << 20
-MAX_ARGUMENT_DEPTH = 64
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -49,15 +42,16 @@ class BuiltToolbox:
     async def call(self, name: str, arguments: str) -> ToolResult:
         tool = self._tools.get(name)
         if tool is None:
-            return _wrong(f"there is no tool {name[:200]!r}; {nearest(name[:200], self._tools)}")
+            return wrong(f"there is no tool {name[:200]!r}; {nearest(name[:200], self._tools)}")
         decoded = decode_arguments(arguments)
         if isinstance(decoded, str):
-            return _wrong(decoded)
+            return wrong(decoded)
+        schema = tool.schema["function"].get("parameters", {})
+        decoded = lenient(schema, decoded)
+        if found := faults(schema, decoded):
+            listed = "; ".join(str(fault) for fault in found)
+            return wrong(f"the arguments do not fit: {listed}")
         return await tool.call(decoded)
-
-
-def _wrong(text: str) -> ToolResult:
-    return ToolResult(text=f"error: {text}", is_error=True)
 
 
 def decode_arguments(arguments: str) -> dict[str, Any] | str:
@@ -72,24 +66,9 @@ def decode_arguments(arguments: str) -> dict[str, Any] | str:
         return "the arguments are nested too deeply"
     if not isinstance(decoded, dict):
         return f"the arguments must be a JSON object, not {type(decoded).__name__}"
-    if _depth(decoded) > MAX_ARGUMENT_DEPTH:
+    if deeper_than(decoded):
         return "the arguments are nested too deeply"
     return decoded
-
-
-def _depth(value: object) -> int:
-    """How deep lists and objects are nested, looked at no further than the bound."""
-    level, depth = [value], 0
-    while level and depth <= MAX_ARGUMENT_DEPTH:
-        depth += 1
-        children: list[object] = []
-        for node in level:
-            if isinstance(node, dict):
-                children.extend(node.values())
-            elif isinstance(node, list):
-                children.extend(node)
-        level = children
-    return depth
 
 
 class FunctionsHost:
@@ -139,33 +118,44 @@ class FunctionTool:
         self._timeout_s = timeout_s
         self.schema = tool_schema(info)
 
+    async def close(self) -> None:
+        """The functions of an attempt share a host, which has an owner."""
+
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
         try:
             return await self._host.run(self._path, arguments, timeout_s=self._timeout_s)
         except EpisodeFailure:
             raise
         except RollserveError as error:  # CodeFault, or InvalidInput for arguments that don't fit
-            return _wrong(str(error))
+            return wrong(str(error))
 
 
 def tool_schema(info: CodeInfo) -> dict[str, Any]:
     return function_schema(info.name, info.description, info.parameters)
 
 
+def _no_network(task: Task) -> bool:
+    return False
+
+
 class ToolCatalog:
-    """Resolves the names in a task's ``tools``."""
+    """Resolves the names in a task's ``tools``, and its ``mcp_servers``. ``has_network`` says whether a
+    task may speak to more than its session."""
 
-    def __init__(self, hosts: CodeHosts) -> None:
+    def __init__(self, hosts: CodeHosts, *, has_network: Callable[[Task], bool] = _no_network) -> None:
         self._hosts = hosts
+        self._has_network = has_network
 
-    async def check(self, names: Sequence[str], *, field: str = "tools") -> None:
-        """Raises ``InvalidInput`` at ``<field>.<index>``. Import paths are looked at once."""
-        await self._resolve(names, field)
+    async def check(self, task: Task) -> None:
+        """Raises ``InvalidInput`` at ``tools.<index>`` or ``mcp_servers.<name>``. Import paths are looked
+        at once."""
+        await self._resolve(task.tools, "tools")
+        check_servers(task.mcp_servers, network=self._has_network(task))
 
-    async def needs_sandbox(self, names: Sequence[str]) -> bool:
-        """Whether any of these tools acts in the task's sandbox."""
-        resolved = await self._resolve(names, "tools")
-        return any(
+    async def needs_sandbox(self, task: Task) -> bool:
+        """Whether any of its tools acts in the task's sandbox."""
+        resolved = await self._resolve(task.tools, "tools")
+        return any(server.command for server in task.mcp_servers.values()) or any(
             name in SANDBOX_TOOLS if info is None else info.wants_sandbox for name, info in resolved.values()
         )
 
@@ -178,23 +168,25 @@ class ToolCatalog:
         log: LogLine = lambda line: None,
         pause: Pause = nullcontext,
     ) -> AsyncIterator[BuiltToolbox]:
-        """The task's toolbox; the process of its functions, if one was needed, is gone on leaving."""
+        """The task's toolbox; whatever its tools run in is gone on leaving."""
         resolved = await self._resolve(task.tools, "tools")
-        host = FunctionsHost(self._hosts, sandbox, log, pause)
         tools: dict[str, Tool] = {}
         code: dict[str, str] = {}
-        for index, (short, (name, info)) in enumerate(resolved.items()):
-            if info is not None:
-                tools[short] = FunctionTool(info, host, task.limits.command_s)
-                code[info.path] = info.version
-            elif name in SANDBOX_TOOLS and sandbox is None:
-                raise InvalidInput(f"{name!r} needs a sandbox", field=f"tools.{index}")
-            else:
-                tools[short] = _BUILDERS[name](sandbox, task.limits.command_s)
-        try:
+        async with AsyncExitStack() as stack:
+            host = FunctionsHost(self._hosts, sandbox, log, pause)
+            stack.push_async_callback(host.close)
+            for index, (short, (name, info)) in enumerate(resolved.items()):
+                if info is not None:
+                    tools[short] = FunctionTool(info, host, task.limits.command_s)
+                    code[info.path] = info.version
+                else:
+                    tools[short] = _built_in(name, sandbox, task.limits.command_s, field=f"tools.{index}")
+                stack.push_async_callback(tools[short].close)
+            for name, tool in (await _open_servers(task, sandbox, stack, log)).items():
+                if name in tools:
+                    raise InvalidInput(f"two tools are called {name!r}", field="mcp_servers")
+                tools[name] = tool
             yield BuiltToolbox(tools, code)
-        finally:
-            await host.close()
 
     async def _resolve(self, names: Sequence[str], field: str) -> dict[str, tuple[str, CodeInfo | None]]:
         """By the name the model will use: the task's name for it, and what is known of a function."""
@@ -215,8 +207,30 @@ class ToolCatalog:
         return resolved
 
 
-_BUILDERS: Mapping[str, Callable[[Any, float], Tool]] = {
-    "shell": ShellTool,
-    "submit": lambda sandbox, command_s: SubmitTool(),
-    "echo": lambda sandbox, command_s: EchoTool(),
-}
+def _built_in(name: str, sandbox: Sandbox | None, command_s: float, *, field: str) -> Tool:
+    if name in OTHER_TOOLS:
+        return OTHER_TOOLS[name]()
+    if sandbox is None:
+        raise InvalidInput(f"{name!r} needs a sandbox", field=field)
+    return SANDBOX_TOOLS[name](sandbox, command_s)
+
+
+async def _open_servers(
+    task: Task, sandbox: Sandbox | None, stack: AsyncExitStack, log: LogLine
+) -> dict[str, Tool]:
+    """Start the task's MCP servers, all at once."""
+    connections = [
+        McpConnection(name, server, sandbox, command_s=task.limits.command_s, log=log)
+        for name, server in task.mcp_servers.items()
+    ]
+    for connection in connections:
+        stack.push_async_callback(connection.close)
+    try:
+        async with asyncio.TaskGroup() as group:
+            starting = [
+                group.create_task(start_server(connection, task.mcp_servers[connection.name].tools, log))
+                for connection in connections
+            ]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return {name: tool for each in starting for name, tool in each.result().items()}

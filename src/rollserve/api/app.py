@@ -6,9 +6,21 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from rollserve import __version__
-from rollserve.api import deliveries, events, policies, problems, rollouts, runs, status, trajectories
+from rollserve.api import (
+    deliveries,
+    drift,
+    events,
+    policies,
+    problems,
+    rollouts,
+    runs,
+    status,
+    trajectories,
+    verify,
+)
 from rollserve.api.auth import Auth, AuthMiddleware
 from rollserve.api.bodies import BodyBudget
+from rollserve.api.bound import BoundMiddleware
 from rollserve.api.metrics import MeterMiddleware, RequestMeter
 from rollserve.api.openapi import describe
 from rollserve.config import ApiSettings
@@ -28,6 +40,7 @@ def make_app(coordinator: Coordinator, settings: ApiSettings, auth: Auth) -> Fas
         redirect_slashes=False,
         middleware=[
             Middleware(MeterMiddleware, meter=meter),
+            Middleware(BoundMiddleware, max_requests=settings.max_requests),
             Middleware(AuthMiddleware, auth=auth),
         ],
     )
@@ -36,7 +49,7 @@ def make_app(coordinator: Coordinator, settings: ApiSettings, auth: Auth) -> Fas
     app.state.meter = meter
     app.state.budget = BodyBudget(max_body_bytes, _BODIES_AT_ONCE * max_body_bytes)
     problems.install(app)
-    for topic in (policies, runs, rollouts, trajectories, deliveries, events, status):
+    for topic in (policies, runs, rollouts, trajectories, drift, verify, deliveries, events, status):
         app.include_router(topic.router())
     app.openapi = describe(app)  # type: ignore[method-assign]  # the framework's documented way
     return app

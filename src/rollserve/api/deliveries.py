@@ -15,15 +15,16 @@ from rollserve.api.answers import (
     array_of,
     encode,
     form_of,
-    listing,
     map_of,
+    page,
     record,
 )
 from rollserve.api.bodies import body
-from rollserve.api.parts import Core, Paged, StrictRoute, accepts, answers, slice_of
+from rollserve.api.parts import Core, Paged, StrictRoute, accepts, answers, disconnected
 from rollserve.api.trajectories import encode_samples
 from rollserve.records.delivery import Checkpoint, Lease
-from rollserve.rollouts.delivery import Delivered, FinishedGroup, FinishedRollout, Wanted
+from rollserve.rollouts.delivery import Delivered, Wanted
+from rollserve.rollouts.staleness import FinishedGroup, FinishedRollout
 from rollserve.wire import (
     JSON,
     MSGPACK,
@@ -49,6 +50,7 @@ async def lease(
         trainer=asked.trainer,
         epoch=asked.epoch,
         max_groups=asked.max_groups,
+        max_tokens=asked.max_tokens,
         wait_s=asked.wait_s,
         ttl_s=asked.ttl_s,
         weight=JSON_WEIGHT if form == "json" else 1.0,
@@ -60,7 +62,7 @@ async def lease(
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, which is cancelled when the client goes away first."""
     task = asyncio.create_task(work)
-    gone = asyncio.create_task(_gone(request))
+    gone = asyncio.create_task(disconnected(request.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -72,11 +74,6 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        continue
-
-
 def encode_delivery(delivered: Delivered, form: Form) -> list[bytes]:
     lease = delivered.lease.model_dump(mode="json") if delivered.lease else None
     groups = [_encode_group(group, form) for group in delivered.groups]
@@ -84,6 +81,7 @@ def encode_delivery(delivered: Delivered, form: Form) -> list[bytes]:
         "lease": [encode(lease, form)],
         "groups": array_of(groups, len(groups), form),
         "policy_version": [encode(delivered.policy_version, form)],
+        "over": [encode(delivered.over, form)],
     }
     return map_of(fields, form)
 
@@ -102,6 +100,9 @@ def _encode_rollout(rollout: FinishedRollout, form: Form) -> list[bytes]:
         "rollout": [encode(rollout.rollout.model_dump(mode="json"), form)],
         "samples": encode_samples(rollout.samples, form),
         "note": [encode(rollout.note, form)],
+        "tokens": [encode(rollout.tokens, form)],
+        "staleness": [encode(rollout.staleness, form)],
+        "stale": [encode(rollout.stale, form)],
     }
     return map_of(fields, form)
 
@@ -142,7 +143,9 @@ async def rewind(
 
 
 async def checkpoints(core: Core, run_id: str, trainer: str, paging: Paged) -> Response:
-    return listing(*slice_of(await core.deliveries.checkpoints(run_id, trainer), paging))
+    """In the order of their commits."""
+    found = await core.deliveries.checkpoints(run_id, trainer, cursor=paging.cursor, limit=paging.limit)
+    return page(found)
 
 
 def router() -> APIRouter:

@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from rollserve.api.parts import Core, StrictRoute
+from rollserve.api.parts import Core, StrictRoute, disconnected
 from rollserve.errors import InvalidInput
 from rollserve.rollouts.bell import heard
 from rollserve.rollouts.coordinator import Coordinator
@@ -48,7 +48,7 @@ class EventStream(Response):
             )
             watchers = [
                 asyncio.create_task(self._follow(send)),
-                asyncio.create_task(_disconnected(receive)),
+                asyncio.create_task(disconnected(receive)),
                 asyncio.create_task(self._closing()),
             ]
             try:
@@ -81,11 +81,6 @@ class EventStream(Response):
 
 def _frame(event: FeedEvent) -> bytes:
     return f"id: {event.seq}\nevent: {event.type}\ndata: {event.json}\n\n".encode()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
 
 
 async def stream(

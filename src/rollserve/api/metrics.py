@@ -63,7 +63,7 @@ def _method(scope: Scope) -> str:
 
 def exposition(snapshot: Snapshot, meter: RequestMeter) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Once([*_service(snapshot), *_workers(snapshot), *_requests(meter)]))
+    registry.register(_Once([*_service(snapshot), *_workers(snapshot), *_bins(snapshot), *_requests(meter)]))
     return generate_latest(registry)
 
 
@@ -108,6 +108,23 @@ def _workers(snapshot: Snapshot) -> Iterator[Metric]:
     for backend in snapshot.backends:
         backends.add_metric([backend["policy"], backend["id"]], float(backend["state"] == "active"))
     yield from (stages, slots, memory, backends)
+
+
+_BINS = {
+    "tokens": ("sampled_tokens_by_fate", "fate", "What became of every sampled token."),
+    "staleness": ("delivered_rollouts_by_staleness", "versions", "Rollouts handed over, by versions behind."),
+    "stale_length": ("stale_rollouts_by_length", "tokens", "Too old, by sampled tokens of the episode."),
+    "groups": ("groups_by_control", "what", "Groups left out, stopped or carried over; broken lines."),
+}
+
+
+def _bins(snapshot: Snapshot) -> Iterator[Metric]:
+    """Gauges: a rewind takes back what was handed over."""
+    for kind, (name, label, text) in _BINS.items():
+        family = GaugeMetricFamily(f"rollserve_{name}", text, labels=[label])
+        for bin_name, found in snapshot.bins.get(kind, {}).items():
+            family.add_metric([bin_name], found.tokens if kind == "tokens" else found.count)
+        yield family
 
 
 def _requests(meter: RequestMeter) -> Iterator[Metric]:

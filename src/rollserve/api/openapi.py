@@ -10,7 +10,9 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from rollserve.wire import (
+    BeginUpdate,
     CommitCheckpoint,
+    CommitUpdate,
     CreatePolicy,
     Delivery,
     LeaseGroups,
@@ -19,6 +21,7 @@ from rollserve.wire import (
     RecordedCalls,
     RegisterBackend,
     RenewLease,
+    RenewUpdate,
     Rewind,
     SetVersion,
     SubmitGroups,
@@ -27,12 +30,15 @@ from rollserve.wire import (
 )
 
 BODIES = (
+    BeginUpdate,
     CommitCheckpoint,
+    CommitUpdate,
     CreatePolicy,
     LeaseGroups,
     OpenRun,
     RegisterBackend,
     RenewLease,
+    RenewUpdate,
     Rewind,
     SetVersion,
     SubmitGroups,

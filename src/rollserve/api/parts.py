@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Header, Query, Request, Response
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
+from starlette.types import Receive
 
 from rollserve.api.problems import problem_response
 from rollserve.errors import InvalidInput, UnknownName
@@ -45,12 +46,19 @@ Paged = Annotated[Paging, Depends(_paging)]
 
 
 def slice_of(items: list[Any], paging: Paging) -> tuple[list[Any], str | None]:
-    """A page of a list that is in memory; the cursor is an index."""
+    """A page of what one attempt left: its payload is read whole and bounded by the task's limits and
+    what a worker keeps, so it is in memory. The cursor is an index."""
     if paging.cursor is not None and not (paging.cursor.isascii() and paging.cursor.isdigit()):
         raise InvalidInput("not a cursor of this list", field="cursor")
     start = int(paging.cursor or 0)
     end = start + paging.limit
     return items[start:end], str(end) if end < len(items) else None
+
+
+async def disconnected(receive: Receive) -> None:
+    """Until the client goes away."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
 
 
 def accepts(model: type[Any]) -> dict[str, Any]:

@@ -6,11 +6,21 @@ from typing import Annotated
 
 from fastapi import APIRouter, Response
 
-from rollserve.api.answers import listing, record
+from rollserve.api.answers import page, record
 from rollserve.api.bodies import body
-from rollserve.api.parts import Core, Paged, StrictRoute, accepts, slice_of
+from rollserve.api.parts import Core, Paged, StrictRoute, accepts
 from rollserve.records.policy import Backend, Policy
-from rollserve.wire import BackendStatus, CreatePolicy, Listing, RegisterBackend, SetVersion
+from rollserve.records.update import WeightUpdate
+from rollserve.wire import (
+    BackendStatus,
+    BeginUpdate,
+    CommitUpdate,
+    CreatePolicy,
+    Listing,
+    RegisterBackend,
+    RenewUpdate,
+    SetVersion,
+)
 
 
 async def create(core: Core, spec: Annotated[CreatePolicy, body(CreatePolicy)]) -> Response:
@@ -19,7 +29,7 @@ async def create(core: Core, spec: Annotated[CreatePolicy, body(CreatePolicy)]) 
 
 
 async def list_all(core: Core, paging: Paged) -> Response:
-    return listing(*slice_of(await core.policies.all(), paging))
+    return page(await core.policies.page(cursor=paging.cursor, limit=paging.limit))
 
 
 async def show(core: Core, name: str) -> Response:
@@ -29,7 +39,35 @@ async def show(core: Core, name: str) -> Response:
 async def set_version(core: Core, name: str, change: Annotated[SetVersion, body(SetVersion)]) -> Response:
     """Announce that the policy's backends now serve this version. It never goes back, save by a
     trainer's rewind."""
-    return record(await core.policies.set_version(name, change.version, change.label))
+    return record(await core.updates.set_version(name, change.version, change.label))
+
+
+async def begin_update(core: Core, name: str, asked: Annotated[BeginUpdate, body(BeginUpdate)]) -> Response:
+    """Stop sending calls to the policy's backends and pause them; ``ready`` says when they are."""
+    return record(await core.updates.begin(name, asked.mode, asked.lease_s), 201)
+
+
+async def show_update(core: Core, name: str, update_id: str) -> Response:
+    return record(await core.updates.get(name, update_id))
+
+
+async def commit_update(
+    core: Core, name: str, update_id: str, asked: Annotated[CommitUpdate, body(CommitUpdate)]
+) -> Response:
+    """The backends have the new weights: check them, and go on under the version."""
+    policy = await core.updates.commit(name, update_id, asked.version, asked.label, asked.canary)
+    return record(policy)
+
+
+async def abort_update(core: Core, name: str, update_id: str) -> Response:
+    """The backends have the weights that they had: go on."""
+    return record(await core.updates.abort(name, update_id))
+
+
+async def renew_update(
+    core: Core, name: str, update_id: str, asked: Annotated[RenewUpdate, body(RenewUpdate)]
+) -> Response:
+    return record(await core.updates.renew(name, update_id, asked.lease_s))
 
 
 async def pause(core: Core, name: str) -> Response:
@@ -49,7 +87,7 @@ async def register(
 
 
 async def backends(core: Core, name: str, paging: Paged) -> Response:
-    return listing(*slice_of(await core.policies.backends(name), paging))
+    return page(await core.policies.backends(name, cursor=paging.cursor, limit=paging.limit))
 
 
 async def backend(core: Core, name: str, backend_id: str) -> Response:
@@ -81,6 +119,14 @@ def router() -> APIRouter:
     add("/{name}", show, methods=["GET"], response_model=Policy)
     add("/{name}/version", set_version, methods=["POST"], response_model=Policy,
         openapi_extra=accepts(SetVersion))  # fmt: skip
+    add("/{name}/updates", begin_update, methods=["POST"], status_code=201, response_model=WeightUpdate,
+        openapi_extra=accepts(BeginUpdate))  # fmt: skip
+    add("/{name}/updates/{update_id}", show_update, methods=["GET"], response_model=WeightUpdate)
+    add("/{name}/updates/{update_id}/commit", commit_update, methods=["POST"], response_model=Policy,
+        openapi_extra=accepts(CommitUpdate))  # fmt: skip
+    add("/{name}/updates/{update_id}/abort", abort_update, methods=["POST"], response_model=WeightUpdate)
+    add("/{name}/updates/{update_id}/renew", renew_update, methods=["POST"], response_model=WeightUpdate,
+        openapi_extra=accepts(RenewUpdate))  # fmt: skip
     add("/{name}/pause", pause, methods=["POST"], response_model=Policy)
     add("/{name}/resume", resume, methods=["POST"], response_model=Policy)
     add("/{name}/backends", register, methods=["POST"], status_code=201, response_model=Backend,

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from rollserve.api.answers import listing, page, record
-from rollserve.api.parts import Core, Paged, StrictRoute, slice_of
+from rollserve.api.answers import page, record
+from rollserve.api.parts import Core, Paged, StrictRoute
 from rollserve.records.rollout import Attempt, Rollout, RolloutState
 from rollserve.rollouts.cancel import Cancelled as Outcome
 from rollserve.wire import Cancelled, GroupStatus, Listing, RolloutStatus
 
 
 async def show_group(core: Core, group_id: str) -> Response:
-    group, rollouts = await core.groups.get(group_id)
-    return record(GroupStatus(group=group, rollouts=rollouts))
+    """The group, and its rollouts counted by state; `/v1/rollouts?group_id=` lists them."""
+    group = await core.groups.get(group_id)
+    return record(GroupStatus(group=group, counts=await core.groups.counts(group_id)))
 
 
 async def cancel_group(core: Core, group_id: str) -> Response:
@@ -35,9 +36,16 @@ async def list_rollouts(
 
 
 async def show_rollout(core: Core, rollout_id: str) -> Response:
-    rollout, task, attempts = await core.groups.rollout(rollout_id)
-    stage = core.stage_of(rollout_id)
-    return record(RolloutStatus(rollout=rollout, task=task, stage=stage, attempts=attempts))
+    """The rollout, its task and its newest attempt; `…/attempts` lists all."""
+    rollout, task, last = await core.groups.rollout(rollout_id)
+    status = RolloutStatus(
+        rollout=rollout,
+        task=task,
+        stage=core.stage_of(rollout_id),
+        attempts=last.epoch if last else 0,
+        last_attempt=last,
+    )
+    return record(status)
 
 
 async def cancel_rollout(core: Core, rollout_id: str) -> Response:
@@ -46,7 +54,7 @@ async def cancel_rollout(core: Core, rollout_id: str) -> Response:
 
 async def attempts(core: Core, rollout_id: str, paging: Paged) -> Response:
     """The history: every try, and why it ended."""
-    return listing(*slice_of(await core.groups.attempts(rollout_id), paging))
+    return page(await core.groups.attempts(rollout_id, cursor=paging.cursor, limit=paging.limit))
 
 
 def _cancelled(outcome: Outcome) -> Cancelled:

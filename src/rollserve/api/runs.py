@@ -13,6 +13,7 @@ from rollserve.api.parts import Core, IdempotencyKey, Paged, StrictRoute, accept
 from rollserve.records.rollout import Group, GroupState
 from rollserve.records.run import Run
 from rollserve.wire import (
+    BinCount,
     Checked,
     GroupSummary,
     Listing,
@@ -36,9 +37,18 @@ async def list_runs(core: Core, paging: Paged) -> Response:
 
 
 async def show(core: Core, run_id: str) -> Response:
-    """The run, and its rollouts and groups counted by state."""
-    run = await core.runs.get(run_id)
-    return record(RunStatus(run=run, counts=await core.runs.counts(run_id)))
+    """The run, its rollouts and groups counted by state, what became of its tokens, its task source."""
+    bins = {
+        kind: {name: BinCount(count=each.count, tokens=each.tokens) for name, each in found.items()}
+        for kind, found in (await core.runs.bins(run_id)).items()
+    }
+    status = RunStatus(
+        run=await core.runs.get(run_id),
+        counts=await core.runs.counts(run_id),
+        bins=bins,
+        source=await core.runs.source(run_id),
+    )
+    return record(status)
 
 
 async def prune(core: Core, run_id: str) -> Response:

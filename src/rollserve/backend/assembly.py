@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rollserve.backend.base import Generation, LabelSpan, TokenSink
+from rollserve.backend.base import Generation, LabelSpan, TextSink, TokenSink, Usage
+from rollserve.backend.saying import Said, Saying
 from rollserve.errors import BackendError, BackendUnavailable
 
 NO_EVIDENCE_LOGPROB = -9999.0
@@ -19,7 +20,8 @@ MAX_ID = 2**31 - 1
 
 @dataclass(slots=True)
 class Piece:
-    """What one body or one event of a stream held. ``spans`` are ``(start, end, label)`` as sent."""
+    """What one body or one event of a stream held. ``spans`` are ``(start, end, label)`` as sent; ``said``
+    is set where the engine reads the answer itself."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -27,12 +29,19 @@ class Piece:
     prompt_ids: list[int] | None = None
     spans: list[tuple[int, int, str]] | None = None
     extras: dict[str, bytes] = field(default_factory=dict)
+    said: Said | None = None
+    usage: Usage | None = None
 
 
 class Assembly:
-    """``max_tokens`` is how many were asked for."""
+    """``max_tokens`` is how many were asked for, ``hear`` who wants the text as it comes."""
 
-    def __init__(self, operation: str = "backend.generate", max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        operation: str = "backend.generate",
+        max_tokens: int | None = None,
+        hear: TextSink | None = None,
+    ) -> None:
         self._operation = operation
         self._max_tokens = max_tokens
         self._ids: list[int] = []
@@ -41,12 +50,16 @@ class Assembly:
         self._prompt_ids: list[int] | None = None
         self._finish: str | None = None
         self._extras: dict[str, bytes] = {}
+        self._hear = hear
+        self._saying: Saying | None = None
+        self._usage: Usage | None = None
 
     def __len__(self) -> int:
         return len(self._ids)
 
-    def add(self, piece: Piece, on_tokens: TokenSink | None = None) -> None:
-        """Raises ``BackendError`` when ids and logprobs don't go together."""
+    def add(self, piece: Piece, on_tokens: TokenSink | None = None) -> bool:
+        """Whether ``on_tokens`` has enough. Raises ``BackendError`` when ids and logprobs don't go
+        together."""
         self._check(piece)
         before = len(self._ids)
         self._ids += piece.token_ids
@@ -57,9 +70,26 @@ class Assembly:
             self._prompt_ids = piece.prompt_ids
         for name, data in piece.extras.items():
             self._extras[name if name not in self._extras else f"{name}.{before}"] = data
+        if piece.said is not None:
+            self._saying = self._saying or Saying()
+            self._saying.add(piece.said)
+        self._usage = piece.usage or self._usage
         self._finish = piece.finish_reason or self._finish
-        if on_tokens is not None and piece.token_ids:
-            on_tokens(piece.token_ids, piece.logprobs)
+        return on_tokens is not None and self.hand_over(on_tokens, before)
+
+    def hand_over(self, on_tokens: TokenSink, before: int) -> bool:
+        """What came after the first ``before`` tokens; whether ``on_tokens`` has enough."""
+        fresh = () if self._saying is None else self._saying.fresh()
+        if fresh and self._hear is not None:
+            self._hear(fresh)
+        if len(self._ids) == before and not fresh:
+            return False
+        return bool(on_tokens(self._ids[before:], self._logprobs[before:]))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the server has said how it ended."""
+        return self._finish is not None
 
     def finish(self) -> Generation:
         """Raises ``BackendUnavailable`` when the answer ended before the generation did."""
@@ -79,6 +109,8 @@ class Assembly:
             prompt_ids=self._prompt_ids,
             labels=self._labels(),
             extras=self._extras,
+            reply=None if self._saying is None else self._saying.message(),
+            usage=self._usage,
         )
 
     def _labels(self) -> tuple[LabelSpan, ...] | None:

@@ -92,9 +92,10 @@ class Http:
         return answer
 
     @asynccontextmanager
-    async def stream(self, path: str, body: bytes) -> AsyncIterator[Answer | AsyncIterator[bytes]]:
-        """POST; yields the payloads of the server-sent events as they come, or the whole answer when it
-        is not a stream (an error). Leaving early closes the connection."""
+    async def stream(self, path: str, body: bytes) -> AsyncIterator[Answer | AsyncIterator[list[bytes]]]:
+        """POST; yields the payloads of the server-sent events as they come, those that come together as
+        one list, or the whole answer when it is not a stream (an error). Leaving early closes the
+        connection."""
         async with self._request("POST", path, body) as response:
             if response.status != 200 or response.content_type != "text/event-stream":
                 yield await self._read(response, path)
@@ -141,18 +142,20 @@ class Http:
             message = f"{self.url} sent more than {self._max_answer_bytes} bytes and no end"
             raise BackendError(message, operation=path)
 
-    async def _events(self, response: aiohttp.ClientResponse, path: str) -> AsyncGenerator[bytes]:
+    async def _events(self, response: aiohttp.ClientResponse, path: str) -> AsyncGenerator[list[bytes]]:
         """Payloads of the ``data:`` lines, however the chunks are cut; ends at ``[DONE]``."""
         lines = Lines()
         with self._ours(path):
             async for chunk in response.content.iter_any():
-                for line in lines.feed(chunk):
-                    payload = line[5:].strip() if line.startswith(b"data:") else b""
-                    if payload == b"[DONE]":
-                        await _read_end(response)
-                        return
-                    if payload:
-                        yield payload
+                payloads = [line[5:].strip() for line in lines.feed(chunk) if line.startswith(b"data:")]
+                ended = b"[DONE]" in payloads
+                if ended:
+                    del payloads[payloads.index(b"[DONE]") :]
+                if found := [payload for payload in payloads if payload]:
+                    yield found
+                if ended:
+                    await _read_end(response)
+                    return
                 self._check_size(lines.waiting, path)
 
     @contextmanager

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import random
+import math
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from rollserve.backend.base import Backend
+from rollserve.backend.base import Backend, BackendHealth
+from rollserve.backend.concurrency import Concurrency, Reading
 from rollserve.records import policy
 from rollserve.records.policy import BackendState
+
+START_SHARE = 0.1
 
 
 class Clock(Protocol):
@@ -36,8 +39,12 @@ class PoolSettings:
     ``strikes_to_fail`` failures in a row a backend is failed; its health is then asked after
     ``probe_first_s``, doubling up to ``probe_max_s``. ``max_tries`` bounds the backends one call is
     sent to. A session leaves its backend when that has more than ``imbalance`` calls in flight beyond
-    (and more than twice) those of the least busy. A backend on which nothing has moved for ``quiet_s``
-    while calls are in flight has its health asked."""
+    (and more than twice) its fair number: what the least busy has, in proportion to their weights. A
+    backend that is new, or back from failure, has ``START_SHARE`` of its weight at first and all of it
+    after ``slow_start_s``. A backend on which nothing has moved for ``quiet_s`` while calls are in flight
+    has its health asked. A generation that gives no sign of life for ``silent_s`` (a token when it is
+    streamed, the whole answer when it is not) is given up. ``concurrency`` bounds the calls on a backend:
+    a number, ``off``, or ``auto`` (``backend.concurrency``, fed every ``metrics_s``)."""
 
     wait_s: float = 60.0
     strikes_to_fail: int = 3
@@ -48,8 +55,16 @@ class PoolSettings:
     probe_max_s: float = 30.0
     busy_max_s: float = 30.0
     imbalance: int = 8
+    slow_start_s: float = 30.0
+    concurrency: int | Literal["auto", "off"] = "auto"
+    metrics_s: float = 2.0
     quiet_s: float = 120.0
+    silent_s: float = 600.0
     close_s: float = 10.0
+
+
+Pause = Callable[[], AbstractContextManager[None]]
+Cut = Literal["left", "silent"]
 
 
 class Health(StrEnum):
@@ -60,11 +75,51 @@ class Health(StrEnum):
     FAILED = "failed"
 
 
-class Member:
-    """``in_flight`` is the number of entries in ``calls``: there is no counter that could leak."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class InFlight:
+    """One generation. ``moved_at`` is its last sign of life (its start, a token); ``finished_before``
+    what had succeeded on its backend when it began; ``cut`` why the pool has cancelled it. ``frozen``: its
+    engine stands still, and so does its caller's time."""
 
-    def __init__(self, record: policy.Backend, backend: Backend, now: float) -> None:
+    session_id: str
+    request_id: str
+    pause: Pause
+    task: asyncio.Task[Any] | None
+    moved_at: float
+    finished_before: int
+    cut: Cut | None = None
+    frozen: AbstractContextManager[None] | None = None
+
+    def stop(self, why: Cut) -> None:
+        """The call sees why in ``cut``. Once: the first reason stays."""
+        if self.task is not None and self.cut is None:
+            self.cut = why
+            self.task.cancel()
+
+    def freeze(self) -> None:
+        if self.frozen is None:
+            self.frozen = self.pause()
+            self.frozen.__enter__()
+
+    def thaw(self, now: float) -> None:
+        frozen, self.frozen = self.frozen, None
+        self.moved_at = now
+        if frozen is not None:
+            frozen.__exit__(None, None, None)
+
+
+class Member:
+    """``in_flight`` is the number of entries in ``calls``: there is no counter that could leak. ``since`` is
+    when it began to take calls (again), ``most`` the most that were in flight since its metrics were last
+    looked at, ``reading`` when that was and what its token counter showed."""
+
+    def __init__(
+        self, record: policy.Backend, backend: Backend, now: float, bound: Concurrency | int | None = None
+    ) -> None:
         self.record = record
+        self.bound = bound
+        self.most = 0
+        self.reading: tuple[float, int] | None = None
         self.backend = backend
         self.health = Health.OK
         self.error: str | None = None
@@ -73,10 +128,10 @@ class Member:
         self.reviver: asyncio.Task[None] | None = None
         self.rest_until = now
         self.moved_at = now
+        self.since = now
         self.removed = False
         self.sessions: set[str] = set()
-        self.calls: dict[object, asyncio.Task[Any] | None] = {}
-        self.interrupted: set[object] = set()
+        self.calls: set[InFlight] = set()
         self.succeeded = 0
         self.failures = 0
         self.generated_tokens = 0
@@ -90,49 +145,88 @@ class Member:
         return len(self.calls)
 
     @property
-    def draining(self) -> bool:
-        return self.record.state is BackendState.DRAINING
+    def limit(self) -> int | None:
+        """How many calls may be in flight; None for any number."""
+        return self.bound.limit if isinstance(self.bound, Concurrency) else self.bound
+
+    @property
+    def room(self) -> float:
+        return math.inf if self.limit is None else self.limit - self.in_flight
+
+    def learn(self, health: BackendHealth, now: float) -> None:
+        """Of its metrics. An engine that says nothing of its throughput is not bounded."""
+        most, self.most = self.most, self.in_flight
+        if not isinstance(self.bound, Concurrency):
+            return
+        rate, count = health.tokens_per_s, health.generated_tokens
+        if rate is None and count is None:
+            self.bound = None
+            return
+        if rate is None:
+            before, self.reading = self.reading, (now, count or 0)
+            if before is None or now <= before[0]:
+                return
+            rate = max(0, (count or 0) - before[1]) / (now - before[0])
+        reading = Reading(tokens_per_s=rate, kv_use=health.kv_use, preemptions=health.preemptions)
+        self.bound.observe(reading, most)
+
+    @property
+    def ordered_off(self) -> bool:
+        """Whether the server wants no call to go there."""
+        return self.record.state in (BackendState.DRAINING, BackendState.FENCED)
+
+    def share(self, now: float, slow_start_s: float) -> float:
+        """Its weight, less what a slow start holds back."""
+        age = now - self.since
+        started = 1.0 if age >= slow_start_s else max(START_SHARE, age / slow_start_s)
+        return self.record.spec.weight * started
 
     def takes(self, now: float) -> bool:
         """Whether a call may go to it now."""
-        if self.removed or self.draining or self.rest_until > now or self.health is Health.FAILED:
+        if self.removed or self.ordered_off or self.rest_until > now or self.health is Health.FAILED:
             return False
         return self.health is Health.OK or not self.calls
 
     @contextmanager
-    def call(self) -> Iterator[object]:
+    def call(self, session_id: str, request_id: str, pause: Pause, now: float) -> Iterator[InFlight]:
         """Counts a call of the current task as in flight, whatever way it ends."""
-        token = object()
-        self.calls[token] = asyncio.current_task()
+        if not self.calls:
+            self.moved_at = now
+        call = InFlight(
+            session_id=session_id,
+            request_id=request_id,
+            pause=pause,
+            task=asyncio.current_task(),
+            moved_at=now,
+            finished_before=self.succeeded,
+        )
+        self.calls.add(call)
+        self.most = max(self.most, len(self.calls))
         try:
-            yield token
+            yield call
         finally:
-            del self.calls[token]
-            self.interrupted.discard(token)
+            self.calls.remove(call)
+            call.thaw(call.moved_at)
+
+    def moved(self, call: InFlight, now: float) -> None:
+        self.moved_at = call.moved_at = now
 
     def interrupt(self) -> None:
-        """Cancel what is in flight; each call sees its token in ``interrupted`` and is sent elsewhere."""
-        for token, task in self.calls.items():
-            if task is not None and token not in self.interrupted:
-                self.interrupted.add(token)
-                task.cancel()
+        """Cancel what is in flight; it is sent elsewhere."""
+        for call in self.calls:
+            call.stop("left")
 
     def stats(self) -> dict[str, Any]:
         return {
-            "state": self.health.value if not self.draining else "draining",
+            "state": self.record.state.value if self.ordered_off else self.health.value,
             "in_flight": self.in_flight,
+            "limit": self.limit,
             "sessions": len(self.sessions),
             "generated_tokens": self.generated_tokens,
             "calls": self.succeeded,
             "failures": self.failures,
             "error": self.error,
         }
-
-
-def backoff_s(attempt: int, first_s: float, max_s: float, rng: random.Random) -> float:
-    """Exponential with full jitter above half: ``attempt`` counts from 0."""
-    ceiling = min(max_s, first_s * 2.0 ** min(attempt, 30))
-    return ceiling * (0.5 + rng.random() / 2)
 
 
 async def wait_any(clock: Clock, event: asyncio.Event, seconds: float) -> None:

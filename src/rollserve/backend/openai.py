@@ -8,17 +8,20 @@ is refused at registration: its text can't be made into the ids that were sample
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
 
 import msgspec
 
 from rollserve.backend import probing
 from rollserve.backend.assembly import Assembly, Piece
-from rollserve.backend.base import BackendHealth, GenerateRequest, Generation, TokenSink
+from rollserve.backend.base import GenerateRequest, Generation
+from rollserve.backend.closing import ClosingBackend
+from rollserve.backend.engines import refuse_router
 from rollserve.backend.http import Http
 from rollserve.backend.refusals import describe, refusal
-from rollserve.backend.route import OPERATION, Route
-from rollserve.errors import BackendError, BackendUnavailable, InvalidInput
+from rollserve.backend.route import OPERATION
+from rollserve.backend.scoring import SCORE_S, PromptLogprobs, of_mappings, refuse_scoring, scored
+from rollserve.errors import BackendError, CannotScore, InvalidInput
 from rollserve.records.call import SamplingParams
 from rollserve.records.policy import BackendInfo
 
@@ -46,6 +49,7 @@ class _Body(msgspec.Struct, frozen=True, omit_defaults=True):
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
+    echo: bool = False
 
 
 class _Entry(msgspec.Struct, frozen=True, gc=False):
@@ -72,6 +76,20 @@ class _Answer(msgspec.Struct, frozen=True):
     choices: list[_Choice]
 
 
+class _ScoredLogprobs(msgspec.Struct, frozen=True):
+    token_logprobs: list[float | None] = []
+
+
+class _ScoredChoice(msgspec.Struct, frozen=True):
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    logprobs: _ScoredLogprobs | None = None
+
+
+class _Scored(msgspec.Struct, frozen=True):
+    choices: list[_ScoredChoice]
+
+
 class CompletionsFormat:
     """The bodies of the route."""
 
@@ -81,7 +99,7 @@ class CompletionsFormat:
         self._encoder = msgspec.json.Encoder()
         self._decoder = msgspec.json.Decoder(_Answer)
 
-    def encode(self, request: GenerateRequest, *, stream: bool) -> bytes:
+    def encode(self, request: GenerateRequest, *, stream: bool, echo: bool = False) -> bytes:
         sampling = request.sampling
         body = _Body(
             model=request.model,
@@ -98,8 +116,12 @@ class CompletionsFormat:
             seed=sampling.seed,
             stop_token_ids=sampling.stop_token_ids,
             cache_salt=request.cache_salt or None,
+            echo=echo,
         )
         return self._encoder.encode(body)
+
+    def reader(self) -> Callable[[bytes], Piece]:
+        return self.decode
 
     def decode(self, body: bytes) -> Piece:
         try:
@@ -142,18 +164,16 @@ def _logprobs(choice: _Choice) -> list[float]:
     return choice.logprobs.token_logprobs or []
 
 
-class OpenAIBackend:
-    """There is no route that aborts by id: ``abort`` and a cancel close the connection."""
+class OpenAIBackend(ClosingBackend):
+    """``model`` is the name the server serves the policy's weights under."""
 
     def __init__(self, http: Http, model: str) -> None:
-        self._http = http
-        self._model = model
         self._format = CompletionsFormat()
-        self._route = Route(http, self._format, self._closed_is_stopped)
-        self._running: dict[str, asyncio.Task[Generation]] = {}
+        super().__init__(http, model, self._format)
 
     async def probe(self) -> BackendInfo:
         models = await probing.served_models(self._http, self._model)
+        await refuse_router(self._http)
         engine = await probing.engine_name(self._http, models[0].owned_by or "openai")
         found = [await self._sample(list(ids)) for ids in _PROBE_IDS]
         mode = probing.logprobs_mode([value for one in found for value in one.logprobs])
@@ -202,39 +222,32 @@ class OpenAIBackend:
             )
         return generation
 
-    async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
-        assembly = Assembly(OPERATION, request.sampling.max_tokens)
-        inner = asyncio.create_task(self._route.generate(request, on_tokens, assembly))
-        self._running[request.request_id] = inner
+    async def score(self, token_ids: list[int], *, model: str) -> list[float]:
+        """``echo`` with ``logprobs``, as completions have it; many servers ignore it, or refuse."""
+        if len(token_ids) < 2:
+            return []
+        sampling = SamplingParams(max_tokens=1)
+        request = GenerateRequest(
+            request_id="rollserve-score", model=model, token_ids=token_ids, sampling=sampling
+        )
+        body = self._format.encode(request, stream=False, echo=True)
+        answer = await self._http.control(COMPLETIONS, body, timeout_s=SCORE_S)
+        if answer.status != 200:
+            raise refuse_scoring(answer)
         try:
-            return await inner
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if inner.cancelled() and task is not None and not task.cancelling():
-                return assembly.aborted()
-            raise
-        finally:
-            self._running.pop(request.request_id, None)
+            choices = msgspec.json.decode(answer.body, type=_Scored).choices
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BackendError(f"the answer is no score: {error}", operation="backend.score") from error
+        return _echoed(token_ids, choices[0] if choices else _ScoredChoice())
 
-    async def abort(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            if (running := self._running.get(request_id)) is not None:
-                running.cancel()
 
-    async def _closed_is_stopped(self, request_id: str) -> None:
-        """Nothing more to do: the connection is closed by now."""
-
-    async def health(self) -> BackendHealth:
-        """``/health`` where there is one, else the list of models."""
-        try:
-            answer = await self._http.get("/health")
-            if answer.status in (404, 405):
-                answer = await self._http.get("/v1/models")
-        except BackendUnavailable as error:
-            return BackendHealth(ok=False, detail=error.message)
-        if answer.status == 200:
-            return BackendHealth(ok=True)
-        return BackendHealth(ok=False, detail=describe(answer))
-
-    async def close(self) -> None:
-        await self._http.close()
+def _echoed(token_ids: list[int], choice: _ScoredChoice) -> list[float]:
+    """From vLLM's own field where there is one; else from the echo, which an answer without it lacks:
+    a prompt's first token has no logprob, a sampled one has."""
+    if choice.prompt_logprobs is not None:
+        return of_mappings(token_ids, choice.prompt_logprobs)
+    given = [] if choice.logprobs is None else choice.logprobs.token_logprobs
+    if len(given) < len(token_ids) or given[0] is not None:
+        raise CannotScore("the server does not echo the prompt with its logprobs", operation="backend.score")
+    ids = token_ids if choice.prompt_token_ids is None else choice.prompt_token_ids
+    return scored(token_ids, ids, given[: len(token_ids)])

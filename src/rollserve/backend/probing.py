@@ -15,6 +15,10 @@ RAW_LOGPROBS = (
     "logprobs are those before temperature, top_p and top_k: right only at temperature 1 without "
     "truncation; for anything else start the server with --logprobs-mode processed_logprobs"
 )
+NO_TOKENS = (
+    "gives text and no token ids: samples are text only (exact is False, cause no_tokens), and nothing is "
+    "trained on them"
+)
 NO_VERSIONS = "reports no weight versions: those of sampled tokens are inferred from the policy's"
 
 
@@ -22,6 +26,7 @@ class Model(msgspec.Struct, frozen=True):
     id: str
     max_model_len: int | None = None
     owned_by: str | None = None
+    parent: str | None = None
     meta: dict[str, Any] | None = None
 
     @property
@@ -81,6 +86,7 @@ async def engine_name(http: Http, default: str) -> str:
     if isinstance(info.get("engine"), str):
         return str(info["engine"])
     version = _object(await ask(http, "/version")).get("version")
+    version = version if isinstance(version, str) else info.get("version")
     return f"{default} {version}" if isinstance(version, str) else default
 
 

@@ -27,10 +27,18 @@ def make_backend(spec: BackendSpec, model: str) -> Backend:
     )
     key = None if spec.api_key is None else spec.api_key.get_secret_value()
     http = Http(spec.url, api_key=key, timeouts=timeouts)
+    if spec.kind is BackendKind.SGLANG:
+        from rollserve.backend.sglang import SglangBackend
+
+        return SglangBackend(http, model)
     if spec.kind is BackendKind.OPENAI:
         from rollserve.backend.openai import OpenAIBackend
 
         return OpenAIBackend(http, model)
+    if spec.kind in (BackendKind.CHAT, BackendKind.TEXT):
+        from rollserve.backend.chat import ChatBackend
+
+        return ChatBackend(http, model, tokens=spec.kind is BackendKind.CHAT)
     from rollserve.backend.vllm import VllmBackend
 
     return VllmBackend(http, model, engine=spec.kind.value)

@@ -1,6 +1,6 @@
 """One generation route of a server: send, read (whole or as a stream), stop on cancel.
 
-``vllm`` and ``openai`` differ in the bodies alone; what they share stands here."""
+The kinds differ in the bodies alone; what they share stands here."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from rollserve.backend.assembly import Assembly, Piece
 from rollserve.backend.base import GenerateRequest, Generation, TokenSink
 from rollserve.backend.http import Answer, Http
 from rollserve.backend.refusals import refusal
+from rollserve.cancelling import uninterrupted
 
 OPERATION = "backend.generate"
 
 
 class Format(Protocol):
-    """The bodies of a route. ``decode`` reads a whole answer or one event of a stream, and raises
-    ``BackendError`` for what is neither."""
+    """The bodies of a route. A ``reader`` reads a whole answer, or the events of one stream in their
+    order, and raises ``BackendError`` for what is neither."""
 
     path: str
 
     def encode(self, request: GenerateRequest, *, stream: bool) -> bytes: ...
-    def decode(self, body: bytes) -> Piece: ...
+    def reader(self) -> Callable[[bytes], Piece]: ...
 
 
 class Route:
@@ -42,10 +43,12 @@ class Route:
         try:
             if on_tokens is None:
                 await self._whole(request, assembly)
-            else:
-                await self._streamed(request, assembly, on_tokens)
+            elif await self._streamed(request, assembly, on_tokens):
+                if not assembly.finished:
+                    await self._stop(request.request_id)
+                return assembly.aborted()
         except asyncio.CancelledError:
-            await finish_anyway(self._stop(request.request_id))
+            await uninterrupted(self._stop(request.request_id))
             raise
         return assembly.finish()
 
@@ -53,26 +56,21 @@ class Route:
         answer = await self._http.post(self._format.path, self._format.encode(request, stream=False))
         if answer.status != 200:
             raise refusal(answer, operation=OPERATION)
-        assembly.add(self._format.decode(answer.body))
+        assembly.add(self._format.reader()(answer.body))
 
-    async def _streamed(self, request: GenerateRequest, assembly: Assembly, on_tokens: TokenSink) -> None:
-        body = self._format.encode(request, stream=True)
+    async def _streamed(self, request: GenerateRequest, assembly: Assembly, on_tokens: TokenSink) -> bool:
+        """Whether the sink had enough before the end; then the connection is closed."""
+        body, read = self._format.encode(request, stream=True), self._format.reader()
         async with self._http.stream(self._format.path, body) as events:
             if isinstance(events, Answer):
                 if events.status != 200:
                     raise refusal(events, operation=OPERATION)
-                assembly.add(self._format.decode(events.body), on_tokens)
-                return
-            async for payload in events:
-                assembly.add(self._format.decode(payload), on_tokens)
-
-
-async def finish_anyway(work: Awaitable[None]) -> None:
-    """Await ``work``, which has a deadline of its own, to its end, however often we are cancelled."""
-    task = asyncio.ensure_future(work)
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError:
-            continue
-    task.result()
+                return assembly.add(read(events.body), on_tokens)
+            on_tokens([], [])
+            async for payloads in events:
+                before = len(assembly)
+                for payload in payloads:
+                    assembly.add(read(payload))
+                if assembly.hand_over(on_tokens, before):
+                    return True
+        return False

@@ -6,19 +6,21 @@
 from __future__ import annotations
 
 import base64
-import re
+import secrets
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
-import structlog
 
 from rollserve.backend import probing
+from rollserve.backend.aborting import AbortingBackend, Span, labelled, unreadable
 from rollserve.backend.assembly import Assembly, Piece
-from rollserve.backend.base import BackendHealth, GenerateRequest, Generation, TokenSink
-from rollserve.backend.http import Answer, Http
-from rollserve.backend.refusals import describe, refusal
-from rollserve.backend.route import OPERATION, Route
-from rollserve.errors import BackendError, BackendUnavailable, InvalidInput
+from rollserve.backend.base import BackendHealth, GenerateRequest, Generation
+from rollserve.backend.engines import refuse_router, refuse_without_abort
+from rollserve.backend.http import Http
+from rollserve.backend.metrics import Metrics, whole
+from rollserve.backend.scoring import SCORE_S, PromptLogprobs, of_mappings, refuse_scoring
+from rollserve.errors import BackendError, InvalidInput
 from rollserve.records.call import SamplingParams
 from rollserve.records.policy import BackendInfo
 
@@ -29,7 +31,14 @@ ENGINE_PREFIX = "generate-tokens-"
 
 _PROBE_IDS = ([1, 2, 3, 4], [3, 1])
 _PROBE_TOKENS = 2
-_GAUGE = re.compile(rb"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? ([0-9.eE+]+)$", re.MULTILINE)
+_UNSTRUCTURED = "rollserve-local"
+"""Speaks the route, and can't be held to a schema."""
+
+_METRICS = Metrics(
+    "vllm:",
+    ("num_requests_running", "num_requests_waiting", "generation_tokens_total", "num_preemptions_total"),
+    greatest=("kv_cache_usage_perc",),
+)
 
 
 class _Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -44,6 +53,8 @@ class _Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    prompt_logprobs: int | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 class _Body(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -64,19 +75,16 @@ class _Logprobs(msgspec.Struct, frozen=True):
     content: list[_Logprob]
 
 
-class _Span(msgspec.Struct, frozen=True, gc=False):
-    version: str | int | None
-    start: int
-    end: int
+_NOTHING = msgspec.Raw(b"null")
 
 
 class _Choice(msgspec.Struct, frozen=True):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
-    weight_versions: list[_Span] | None = None
-    routed_experts: msgspec.Raw = msgspec.Raw(b"null")
-    sampling_mask: msgspec.Raw = msgspec.Raw(b"null")
+    weight_versions: list[Span] | None = None
+    routed_experts: msgspec.Raw = _NOTHING
+    sampling_mask: msgspec.Raw = _NOTHING
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -84,8 +92,8 @@ class _Answer(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | None = None
 
 
-class _Failure(msgspec.Struct, frozen=True):
-    error: Any
+class _Scored(msgspec.Struct, frozen=True):
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class _Abort(msgspec.Struct, frozen=True):
@@ -101,7 +109,9 @@ class GenerateFormat:
         self._encoder = msgspec.json.Encoder()
         self._decoder = msgspec.json.Decoder(_Answer)
 
-    def encode(self, request: GenerateRequest, *, stream: bool, ignore_eos: bool = False) -> bytes:
+    def encode(
+        self, request: GenerateRequest, *, stream: bool, ignore_eos: bool = False, score: bool = False
+    ) -> bytes:
         sampling = request.sampling
         body = _Body(
             request_id=request.request_id,
@@ -117,6 +127,8 @@ class GenerateFormat:
                 seed=sampling.seed,
                 stop_token_ids=sampling.stop_token_ids,
                 ignore_eos=ignore_eos,
+                prompt_logprobs=0 if score else None,
+                structured_outputs=_structured(sampling.json_schema),
             ),
             return_token_ids=True,
             stream=stream,
@@ -124,43 +136,38 @@ class GenerateFormat:
         )
         return self._encoder.encode(body)
 
+    def reader(self) -> Callable[[bytes], Piece]:
+        return self.decode
+
     def decode(self, body: bytes) -> Piece:
         try:
             answer = self._decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise self._unreadable(body, error) from error
+            raise unreadable(body, error) from error
         if not answer.choices:
             return Piece([], [], prompt_ids=answer.prompt_token_ids)
         choice = answer.choices[0]
-        spans = choice.weight_versions
         return Piece(
             token_ids=choice.token_ids or [],
             logprobs=[] if choice.logprobs is None else [one.logprob for one in choice.logprobs.content],
             finish_reason=choice.finish_reason,
             prompt_ids=answer.prompt_token_ids,
-            spans=None if spans is None else _labelled(spans),
+            spans=labelled(choice.weight_versions),
             extras=_extras(choice),
         )
 
-    def _unreadable(self, body: bytes, error: Exception) -> BackendError:
-        try:
-            failure = msgspec.json.decode(body, type=_Failure).error
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return BackendError(f"the answer is not a generation: {error}", operation=OPERATION)
-        text = failure.get("message", failure) if isinstance(failure, dict) else failure
-        return BackendError(f"the backend gave up: {text}", operation=OPERATION)
 
-
-def _labelled(spans: list[_Span]) -> list[tuple[int, int, str]] | None:
-    """None when a span has no version: the server runs without one."""
-    if any(span.version is None for span in spans):
+def _structured(schema: dict[str, Any] | None) -> dict[str, Any] | None:
+    if schema is None:
         return None
-    return [(span.start, span.end, str(span.version)) for span in spans]
+    return {"json": schema} if schema else {"json_object": True}
 
 
 def _extras(choice: _Choice) -> dict[str, bytes]:
     """Opaque arrays, as bytes: base64 text decoded (an ``.npy``), anything else as the JSON it was."""
-    found = {}
+    found: dict[str, bytes] = {}
+    if choice.routed_experts is _NOTHING and choice.sampling_mask is _NOTHING:
+        return found
     for name, raw in (("routed_experts", choice.routed_experts), ("sampling_mask", choice.sampling_mask)):
         data = bytes(raw)
         if data == b"null":
@@ -172,21 +179,20 @@ def _extras(choice: _Choice) -> dict[str, bytes]:
     return found
 
 
-class VllmBackend:
-    """``model`` is the name the server serves the policy's weights under."""
+class VllmBackend(AbortingBackend):
+    """``engine`` is what it is called when it does not say."""
 
     def __init__(self, http: Http, model: str, *, engine: str = "vllm") -> None:
-        self._http = http
-        self._model = model
         self._engine = engine
         self._format = GenerateFormat()
-        self._route = Route(http, self._format, self._stop)
-        self._log = structlog.get_logger(__name__).bind(backend=http.url)
+        super().__init__(http, model, self._format, _METRICS)
 
     async def probe(self) -> BackendInfo:
         models = await probing.served_models(self._http, self._model)
+        await refuse_router(self._http)
         engine = await probing.engine_name(self._http, self._engine)
         found = [await self._sample(list(ids)) for ids in _PROBE_IDS]
+        await refuse_without_abort(self._http, ABORT, _abort_body(["rollserve-probe-none"]))
         mode = probing.logprobs_mode([value for one in found for value in one.logprobs])
         versions = all(one.labels is not None for one in found)
         warnings = [probing.RAW_LOGPROBS] if mode == "raw" else []
@@ -196,6 +202,7 @@ class VllmBackend:
             context_tokens=models[0].context_tokens,
             logprobs_mode=mode,
             reports_versions=versions,
+            structured=not engine.startswith(_UNSTRUCTURED),
             warnings=warnings if versions else [*warnings, probing.NO_VERSIONS],
         )
 
@@ -214,7 +221,8 @@ class VllmBackend:
         except BackendError as error:
             raise InvalidInput(f"{self._http.url}: {error.message}", field="url") from error
         if answer.status != 200:
-            raise self._no_route(answer)
+            hint = "start vLLM (0.30 or newer) with --enable-scale-out"
+            raise self._no_route(answer, path=GENERATE, absent=(403, 404, 405), hint=hint)
         assembly = Assembly("backend.probe")
         try:
             assembly.add(self._format.decode(answer.body))
@@ -223,55 +231,42 @@ class VllmBackend:
             message = f"{self._http.url} gave no usable generation: {error.message}"
             raise InvalidInput(message, field="url") from error
 
-    def _no_route(self, answer: Answer) -> InvalidInput:
-        if answer.status == 401:
-            return InvalidInput(f"{self._http.url} refused the key", field="api_key")
-        if answer.status in (403, 404, 405):
-            return InvalidInput(
-                f"{self._http.url} serves {self._model!r}, but not POST {GENERATE}: {describe(answer)}",
-                field="url",
-                hint="start vLLM (0.30 or newer) with --enable-scale-out",
-            )
-        wrong = refusal(answer, operation="backend.probe")
-        return InvalidInput(f"{self._http.url}: a test generation failed: {wrong.message}", field="url")
-
-    async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
-        return await self._route.generate(request, on_tokens)
-
     async def abort(self, request_ids: list[str]) -> None:
-        if not request_ids:
-            return
-        wanted = [*request_ids, *(ENGINE_PREFIX + request_id for request_id in request_ids)]
-        body = msgspec.json.encode(_Abort(wanted))
-        answer = await self._http.control(ABORT, body, timeout_s=self._http.timeouts.abort_s)
-        if answer.status >= 300:
-            raise refusal(answer, operation="backend.abort")
+        if request_ids:
+            await self._ask_abort(ABORT, _abort_body(request_ids))
 
-    async def _stop(self, request_id: str) -> None:
-        """After a cancel. The closed connection stops the generation too, so a failure here is noted
-        and no more."""
+    async def score(self, token_ids: list[int], *, model: str) -> list[float]:
+        """A generation of one token, for its prompt's logprobs."""
+        if len(token_ids) < 2:
+            return []
+        request = GenerateRequest(
+            request_id=f"rollserve-score-{secrets.token_hex(8)}",
+            model=model,
+            token_ids=token_ids,
+            sampling=SamplingParams(max_tokens=1),
+        )
+        body = self._format.encode(request, stream=False, score=True)
+        answer = await self._http.control(GENERATE, body, timeout_s=SCORE_S)
+        if answer.status != 200:
+            raise refuse_scoring(answer)
         try:
-            await self.abort([request_id])
-        except BackendError as error:
-            self._log.warning("backend.abort_failed", request_id=request_id, error=str(error))
+            given = msgspec.json.decode(answer.body, type=_Scored).prompt_logprobs
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BackendError(f"the answer is no score: {error}", operation="backend.score") from error
+        return of_mappings(token_ids, given)
 
-    async def health(self) -> BackendHealth:
-        try:
-            answer = await self._http.get("/health")
-            if answer.status != 200:
-                return BackendHealth(ok=False, detail=f"/health gave {describe(answer)}")
-            gauges = await self._gauges()
-        except BackendUnavailable as error:
-            return BackendHealth(ok=False, detail=error.message)
-        return BackendHealth(ok=True, running=gauges.get(b"running"), waiting=gauges.get(b"waiting"))
+    def _healthy(self, metrics: Mapping[str, float]) -> BackendHealth:
+        return BackendHealth(
+            ok=True,
+            running=whole(metrics.get("num_requests_running")),
+            waiting=whole(metrics.get("num_requests_waiting")),
+            generated_tokens=whole(metrics.get("generation_tokens_total")),
+            kv_use=metrics.get("kv_cache_usage_perc"),
+            preemptions=whole(metrics.get("num_preemptions_total")),
+        )
 
-    async def _gauges(self) -> dict[bytes, int]:
-        """Summed over engines; empty where there are no metrics."""
-        answer = await self._http.get("/metrics")
-        sums: dict[bytes, int] = {}
-        for name, value in _GAUGE.findall(answer.body) if answer.status == 200 else ():
-            sums[name] = sums.get(name, 0) + int(float(value))
-        return sums
 
-    async def close(self) -> None:
-        await self._http.close()
+def _abort_body(request_ids: list[str]) -> bytes:
+    """With and without what vLLM's engine puts before an id."""
+    wanted = [*request_ids, *(ENGINE_PREFIX + request_id for request_id in request_ids)]
+    return msgspec.json.encode(_Abort(wanted))

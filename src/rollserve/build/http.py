@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from rollserve.build.connections import IdleBounds, bounded_connections
 from rollserve.errors import ConfigError, InfrastructureFailure
 
 BACKLOG = 2048
@@ -47,17 +49,27 @@ def url_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def idle_bounds() -> IdleBounds:
+    """Idle connections take no more than a quarter of the files that this process may open."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY:
+        return IdleBounds()
+    return IdleBounds(connections=max(1, min(IdleBounds.connections, allowed // 4)))
+
+
 class HttpServer:
     """Serves ``app`` on ``sock`` between ``start`` and ``stop``."""
 
-    def __init__(self, app: ASGIApp, sock: socket.socket, *, keep_alive_s: int = 75) -> None:
+    def __init__(
+        self, app: ASGIApp, sock: socket.socket, *, keep_alive_s: int = 75, idle: IdleBounds | None = None
+    ) -> None:
         self._sock = sock
         config = uvicorn.Config(
             app,
             lifespan="off",
             log_config=None,
             access_log=False,
-            http="httptools",
+            http=bounded_connections(idle or idle_bounds()),  # type: ignore[arg-type]  # called as a class is
             ws="none",
             timeout_keep_alive=keep_alive_s,
             timeout_graceful_shutdown=2,

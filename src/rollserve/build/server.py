@@ -8,10 +8,13 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 
+from rollserve.backend.engine_control import make_control
+from rollserve.backend.registry import make_backend
 from rollserve.build.catalogs import make_catalogs, make_hosts
-from rollserve.build.probes import probe
+from rollserve.build.probes import probe, probe_template
 from rollserve.build.worker import make_payloads, stage_slots, worker_command
 from rollserve.config import Settings
 from rollserve.errors import ConfigError
@@ -23,6 +26,8 @@ from rollserve.rollouts.ports import Ports
 from rollserve.store.base import Store
 from rollserve.store.ops.groups import MAX_TASK_CHARS
 from rollserve.store.sql import SqlStore
+from rollserve.store.task_file import open_task_file
+from rollserve.usercode.filters import HostedFilters
 
 MAX_SOCKET_PATH = 80
 """Of the folder of a Unix socket: the kernel takes 107 bytes in all."""
@@ -93,6 +98,7 @@ async def open_coordinator(settings: Settings) -> AsyncIterator[tuple[Coordinato
         )
         await store.open()
         stack.push_async_callback(store.close)
+        filters = HostedFilters(hosts)
         coordinator = Coordinator(
             Ports(
                 store=store,
@@ -101,7 +107,13 @@ async def open_coordinator(settings: Settings) -> AsyncIterator[tuple[Coordinato
                 settings=settings,
                 check_task=make_catalogs(settings, hosts).check_task,
                 probe_backend=probe,
+                open_backend=make_backend,
+                open_control=make_control,
+                probe_template=probe_template,
                 build_samples=build_samples,
+                open_tasks=partial(open_task_file, settings.source_dir),
+                check_filter=filters.check,
+                keeps=filters.keeps,
             )
         )
         stack.push_async_callback(coordinator.stop, settings.workers.shutdown_grace_s)

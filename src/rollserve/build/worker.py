@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
 
+from rollserve.backend.member import PoolSettings
 from rollserve.backend.pool import BackendPool
 from rollserve.build.catalogs import Catalogs, make_catalogs, make_hosts
 from rollserve.build.http import HttpServer, bind, url_of
 from rollserve.build.logs import configure_logs
 from rollserve.build.process import tune_process
+from rollserve.build.routes import session_routes
 from rollserve.config import Settings
 from rollserve.executor.base import BackendReport, FromWorker
 from rollserve.executor.channel import Launch
 from rollserve.executor.worker_main import follow_parent, read_launch, serve
+from rollserve.gateway.bound import bounded
 from rollserve.gateway.http import make_app
 from rollserve.gateway.service import GatewayService
 from rollserve.records.policy import Policy
+from rollserve.rollouts.clock import SystemClock
 from rollserve.rollouts.stages import StageSlots
+from rollserve.rollouts.warm import WarmRuntime
 from rollserve.rollouts.worker import Worker
 from rollserve.rollouts.worker_ports import WorkerPorts
+from rollserve.sandbox.base import Runtime, SpareMaker
 from rollserve.store.payloads import FilePayloadStore
 
 Tell = Callable[[FromWorker], object]
 
 PRELOAD = ("renderers.configs", "renderers.reasoning", "rollserve.backend.vllm", "rollserve.backend.openai")
+
+MIN_CALLS = 16_384
+CALLS_PER_AGENT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,21 +59,31 @@ async def open_workplace(settings: Settings, tell: Tell) -> AsyncIterator[Workpl
         def report(backend_id: str, ok: bool, detail: str) -> None:
             tell(BackendReport(backend_id=backend_id, ok=ok, detail=detail))
 
-        return BackendPool(model=policy.spec.model, on_report=report)
+        asked = settings.backends
+        pool = PoolSettings(
+            quiet_s=asked.quiet_s,
+            silent_s=asked.silent_s,
+            slow_start_s=asked.slow_start_s,
+            concurrency=asked.concurrency,
+        )
+        return BackendPool(model=policy.spec.model, settings=pool, on_report=report)
 
     catalogs = make_catalogs(settings, hosts)
     gateway = GatewayService(make_pool)
     sock = bind(settings.workers.gateway_host, 0)
-    http = HttpServer(make_app(gateway, max_body_bytes=settings.api.max_body_mb << 20), sock)
+    app = bounded(make_app(gateway, max_body_bytes=settings.api.max_body_mb << 20), most_calls(settings))
+    http = HttpServer(app, sock)
     gateway.base_url = url_of(sock)
+    runtimes = with_spares(catalogs.runtimes, most=settings.workers.spare_sandboxes)
     ports = WorkerPorts(
-        runtimes=catalogs.runtimes,
+        runtimes=runtimes,
         default_runtime=catalogs.default_runtime,
         gateway=gateway,
         payloads=make_payloads(settings),
         agents=catalogs.agents,
         graders=catalogs.graders,
         open_toolbox=catalogs.tools.open,
+        serve_session=session_routes(app),
     )
     try:
         await hosts.start()
@@ -74,8 +93,22 @@ async def open_workplace(settings: Settings, tell: Tell) -> AsyncIterator[Workpl
         await gateway.close()
         await http.stop()
         await hosts.close()
-        for runtime in catalogs.runtimes.values():
+        for runtime in runtimes.values():
             await runtime.close()
+
+
+def with_spares(runtimes: Mapping[str, Runtime], *, most: int) -> dict[str, Runtime]:
+    """Those whose sandboxes can be made ahead do so."""
+    clock = SystemClock()
+    return {
+        name: WarmRuntime(runtime, most=most, clock=clock) if isinstance(runtime, SpareMaker) else runtime
+        for name, runtime in runtimes.items()
+    }
+
+
+def most_calls(settings: Settings) -> int:
+    """That a worker's gateway holds at once: an agent may have a few sub-agents, each with a call."""
+    return max(MIN_CALLS, settings.workers.run_slots * CALLS_PER_AGENT)
 
 
 def make_payloads(settings: Settings) -> FilePayloadStore:

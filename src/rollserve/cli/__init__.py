@@ -1,4 +1,5 @@
-"""The command line: ``rollserve serve | try | submit | status | show | cancel | bench | doctor``."""
+"""The command line: ``rollserve serve | try | submit | status | show | cancel | drift | verify | image |
+bench | doctor``."""
 
 
 def main() -> None:

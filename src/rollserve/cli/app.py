@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from rollserve import __version__
+from rollserve.cli.image_app import app as image_app
+from rollserve.cli.options import Config, Json
 from rollserve.cli.output import fail
 from rollserve.config import client_environment
 from rollserve.errors import RollserveError
@@ -24,12 +26,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.add_typer(image_app, name="image")
+
 DEFAULT_URL = "http://127.0.0.1:8700"
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Config = Annotated[
-    Path | None,
-    typer.Option("--config", help="Settings file (TOML); else ROLLSERVE_CONFIG, else ./rollserve.toml."),
-]
 Url = Annotated[str | None, typer.Option("--url", help=f"Server; else ROLLSERVE_URL, else {DEFAULT_URL}.")]
 Key = Annotated[str | None, typer.Option("--api-key", help="API key; else ROLLSERVE_API_KEY.")]
 
@@ -187,6 +186,48 @@ def show(
     from rollserve.cli.talk import show as show_
 
     run_async(show_(connection(url, api_key), rollout, log=log, as_json=as_json))
+
+
+@app.command()
+def drift(
+    target: Annotated[str, typer.Argument(help="Id of a run, or of a rollout.")],
+    cause: Annotated[str | None, typer.Option(help="Only what has this cause.")] = None,
+    url: Url = None,
+    api_key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """Where tokens differ from what agents sent or backends consumed, and what it costs."""
+    from rollserve.cli.drift import drift as drift_
+
+    run_async(drift_(connection(url, api_key), target, cause=cause, as_json=as_json))
+
+
+@app.command()
+def verify(
+    target: Annotated[str, typer.Argument(help="Id of a rollout, or of a run: its finished rollouts.")],
+    score: Annotated[
+        bool, typer.Option("--score/--no-score", help="Ask a backend for the tokens' logprobs again.")
+    ] = True,
+    backend: Annotated[str | None, typer.Option(help="Id of the backend to ask.")] = None,
+    max_difference: Annotated[float, typer.Option(min=0, help="Of one token's logprob.")] = 1.0,
+    mean_difference: Annotated[float, typer.Option(min=0, help="Of a sample's, on average.")] = 0.05,
+    url: Url = None,
+    api_key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """Are the samples what they say they are? Exit code 1 when not."""
+    from rollserve.cli.verify import verify as verify_
+
+    work = verify_(
+        connection(url, api_key),
+        target,
+        as_json=as_json,
+        score=score,
+        backend_id=backend,
+        max_difference=max_difference,
+        mean_difference=mean_difference,
+    )
+    run_async(work)
 
 
 @app.command()

@@ -19,7 +19,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rollserve.cli.output import err, out, print_json
-from rollserve.cli.proc import Usage, tree_usage
+from rollserve.cli.proc import Usage, rss_mb, running, tree_usage
 from rollserve.cli.processes import Processes, Running, free_port
 from rollserve.client import Client, FinishedGroup, RunHandle
 from rollserve.records.policy import BackendKind, RendererSpec
@@ -29,6 +29,7 @@ from rollserve.wire import CreatePolicy, OpenRun, RegisterBackend
 
 WARM_UP_EPISODES = 8
 SAMPLE_EVERY_S = 0.25
+WORKER_MODULE = "rollserve.build.worker"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,8 @@ class Round:
     wall_s: float = 0.0
     cpu_s: float = 0.0
     lags_ms: list[float] = field(default_factory=list)
+    server_rss_mb: float = 0.0
+    workers_rss_mb: float = 0.0
 
 
 def _task(plan: BenchPlan) -> Task:
@@ -145,7 +148,13 @@ class Bench:
         result.lost = episodes - result.episodes
         await run.close()
         await run.prune()
+        self._weigh(server.process.pid, result)
         return result
+
+    def _weigh(self, server_pid: int, result: Round) -> None:
+        """What is resident with nothing in flight: over the rounds it shows what is not given back."""
+        result.server_rss_mb = rss_mb(server_pid)
+        result.workers_rss_mb = sum(rss_mb(pid) for pid in running(server_pid, WORKER_MODULE))
 
     async def _watch(self, client: Client, result: Round) -> None:
         while True:
@@ -186,6 +195,10 @@ class Bench:
             "cpu_ms_per_call": round(median(1000 * r.cpu_s / max(1, r.calls) for r in rounds), 3),
             "loop_lag_ms_p99": round(median(max(r.lags_ms, default=0.0) for r in rounds), 2),
             "rss_mb_peak": round(usage.rss_peak_mb, 1),
+            "rss_mb_by_round": {
+                "server": [round(item.server_rss_mb, 1) for item in rounds],
+                "workers": [round(item.workers_rss_mb, 1) for item in rounds],
+            },
             "processes": usage.processes,
             "workers": plan.workers,
             "runtime": plan.runtime,

@@ -60,7 +60,9 @@ def _runtime(report: RuntimeReport, default: str) -> Finding:
     if not report.usable:
         level = "problem" if report.name == default else "note"
         return Finding(label, level, report.detail or "does not work here", report.remedy)
-    enforced = f"; bounds it can enforce: {', '.join(report.enforces) or 'none'}"
+    enforced = f"; holds for a sandbox: {', '.join(report.enforces) or 'no bounds'}"
+    if report.per_process:
+        enforced += f"; for each of its processes: {', '.join(report.per_process)}"
     if not report.isolated and report.name != NO_SANDBOX:
         return Finding(label, "note", f"UNSAFE: isolates nothing{enforced}", "for trusted tasks only")
     return Finding(label, "ok", f"{report.detail or 'works'}{enforced}")

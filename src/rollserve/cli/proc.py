@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +43,40 @@ def _one(pid: int) -> tuple[float, float]:
 def tree_usage(pid: int) -> Usage:
     """Of ``pid`` and all that descends from it."""
     cpu_s, rss_mb, count = 0.0, 0.0, 0
-    todo = [pid]
-    while todo:
-        current = todo.pop()
+    for current in _tree(pid):
         try:
             cpu, rss = _one(current)
-            todo += _children(current)
         except OSError:
             continue  # it ended meanwhile: its parent has its time
         cpu_s, rss_mb, count = cpu_s + cpu, rss_mb + rss, count + 1
     return Usage(cpu_s, rss_mb, count)
+
+
+def running(pid: int, module: str) -> list[int]:
+    """Of ``pid`` and all that descends from it, the processes that were started as ``-m module``."""
+    return [each for each in _tree(pid) if f"-m {module} " in _command(each)]
+
+
+def rss_mb(pid: int) -> float:
+    """Resident memory of one process now; 0 when it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES / (1 << 20)
+    except OSError:
+        return 0.0
+
+
+def _tree(pid: int) -> Iterator[int]:
+    todo = [pid]
+    while todo:
+        current = todo.pop()
+        yield current
+        with suppress(OSError):  # it ended meanwhile
+            todo += _children(current)
+
+
+def _command(pid: int) -> str:
+    """The words it was started with, a blank after each."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""

@@ -204,7 +204,8 @@ async def show(where: Where, rollout_id: str, *, log: bool, as_json: bool) -> in
     async with Client(*where, patience_s=PATIENCE_S) as client:
         now = await client.rollout(rollout_id)
         trajectory = await client.trajectory(rollout_id)
-        lines = await client.log(now.attempts[-1].id) if log and now.attempts else []
+        attempts = [attempt async for attempt in client.attempts(rollout_id)]
+        lines = await client.log(now.last_attempt.id) if log and now.last_attempt else []
     if as_json:
         print_json({**now.model_dump(mode="json"), "trajectory": trajectory, "log": lines})
         return 0
@@ -220,7 +221,7 @@ async def show(where: Where, rollout_id: str, *, log: bool, as_json: bool) -> in
             a.failure.code if a.failure else "",
             a.counts.get("turns", 0),
         )
-        for a in now.attempts
+        for a in attempts
     ]
     table(("attempt", "outcome", "failure", "turns"), rows)
     for message in trajectory.get("conversation", []):

@@ -11,6 +11,7 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from rollserve.records.task import Task
 from rollserve.rollouts.attempt import AttemptRunner
 from rollserve.rollouts.policies import backend_json
 from rollserve.rollouts.stages import StagePools
+from rollserve.rollouts.worker_ports import Keeper
 from rollserve.sandbox.base import Sandbox
 from rollserve.store.base import SealedPayload, Segment
 
@@ -69,15 +71,21 @@ async def _from_server(target: Target, name: str) -> tuple[Policy, list[Backend]
 
 
 async def _from_backend(target: Target, url: str) -> tuple[Policy, list[Backend]]:
-    if not target.model or not target.tokenizer:
-        raise InvalidInput("--backend needs --model and --tokenizer too")
     if target.kind not in list(BackendKind):
         raise UnknownName("kind", target.kind, list(BackendKind), field="kind")
     spec = BackendSpec(url=url, kind=BackendKind(target.kind))
+    if not target.model or (not target.tokenizer and spec.kind.interface != "text"):
+        raise InvalidInput("--backend needs --model and --tokenizer too")
     info = await probe(spec, target.model)
     renderer = RendererSpec(name=target.renderer, options=target.renderer_options)
     policy = Policy(
-        spec=PolicySpec(name="try", model=target.model, tokenizer=target.tokenizer, renderer=renderer)
+        spec=PolicySpec(
+            name="try",
+            model=target.model,
+            tokenizer=target.tokenizer,
+            interface=spec.kind.interface,
+            renderer=renderer,
+        )
     )
     return policy, [Backend(id="be_try", policy="try", spec=spec, info=info)]
 
@@ -133,7 +141,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 class Observer:
-    """Keeps the sandbox that is to be looked at."""
+    """Says which stage it is in; ``keep`` holds the sandbox that is to be looked at."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.kept: Sandbox | None = None
@@ -146,11 +154,15 @@ class Observer:
     def count(self, counter: str, by: float = 1) -> None:
         """Nobody counts here."""
 
-    def keep(self, sandbox: Sandbox, seconds: float) -> None:
+    def keep(self, sandbox: Sandbox) -> None:
         self.kept = sandbox
 
+    def close_later(self, sandboxes: Sequence[Sandbox], closed: Callable[[], None]) -> None:
+        """Their runtime closes them, right after this one attempt."""
+        closed()
 
-def _start(task: Task, policy: Policy, target: Target, *, keep: bool) -> StartAttempt:
+
+def _start(task: Task, policy: Policy, target: Target) -> StartAttempt:
     run = RunSpec(policy=policy.spec.name, sampling=SamplingSettings(temperature=target.temperature))
     return StartAttempt(
         attempt_id="att_try",
@@ -161,7 +173,6 @@ def _start(task: Task, policy: Policy, target: Target, *, keep: bool) -> StartAt
         epoch=1,
         run_json=run.model_dump_json().encode(),
         task_json=task.model_dump_json().encode(),
-        keep_sandbox_s=KEEP_S if keep else 0.0,
     )
 
 
@@ -179,7 +190,9 @@ async def _shell(sandbox: Sandbox, timeout_s: float) -> None:
             err.print(f"[{'killed: too long' if result.timed_out else f'exit code {result.exit_code}'}]")
 
 
-async def _play(place: Workplace, settings: Settings, start: StartAttempt, quiet: bool) -> Attempt | None:
+async def _play(
+    place: Workplace, settings: Settings, start: StartAttempt, *, keep: bool, quiet: bool
+) -> Attempt | None:
     observer = Observer(quiet=quiet)
     runner = AttemptRunner(
         start,
@@ -188,6 +201,7 @@ async def _play(place: Workplace, settings: Settings, start: StartAttempt, quiet
         ports=place.ports,
         pools=StagePools(stage_slots(settings)),
         observer=observer,
+        keeper=Keeper(take=observer.keep, seconds=KEEP_S) if keep else None,
     )
     attempt = await runner.run()
     if observer.kept is not None:
@@ -217,7 +231,7 @@ async def try_task(
             await place.catalogs.check_task(task, "")
             _warn(place, task)
             place.gateway.update_policy(view)
-            attempt = await _play(place, settings, _start(task, policy, target, keep=shell), as_json)
+            attempt = await _play(place, settings, _start(task, policy, target), keep=shell, quiet=as_json)
     return _conclude(attempt, as_json=as_json)
 
 

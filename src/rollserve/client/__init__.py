@@ -11,6 +11,7 @@ from rollserve.client.delivery import FinishedGroup, FinishedRollout
 from rollserve.client.http import RemoteError
 from rollserve.client.runs import Client, RunHandle
 from rollserve.client.sync import SyncClient, SyncRun
+from rollserve.client.updates import UpdateHandle, Updates
 
 __all__ = [
     "Client",
@@ -20,4 +21,6 @@ __all__ = [
     "RunHandle",
     "SyncClient",
     "SyncRun",
+    "UpdateHandle",
+    "Updates",
 ]

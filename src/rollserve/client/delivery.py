@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rollserve.client.http import Transport
+from rollserve.client.http import RemoteError, Transport
 from rollserve.errors import LeaseLost, QueueFull, RollserveError, StaleEpoch, Unavailable
-from rollserve.records.rollout import Group, Rollout
-from rollserve.records.sample import Sample
+from rollserve.records.rollout import Group, Rollout, Stop
+from rollserve.records.sample import Sample, TokenReport
 from rollserve.wire import Delivery, LeaseGroups, from_wire, parse_lease
 
 PATIENCE_S = 60.0
@@ -21,11 +21,16 @@ PATIENCE_S = 60.0
 @dataclass(frozen=True, slots=True)
 class FinishedRollout:
     """A rollout that has ended, with its samples (none where it failed before the model spoke).
-    ``note`` says why one that should have samples has none."""
+    ``note`` says why one that should have samples has none, or what of them is not trained; ``tokens``
+    what became of those that were sampled. ``staleness``: versions between its oldest trained token and
+    the policy's at the hand-over; ``stale``: more than the run's bound."""
 
     rollout: Rollout
     samples: list[Sample]
     note: str | None = None
+    tokens: TokenReport | None = None
+    staleness: int | None = None
+    stale: bool = False
 
     @property
     def reward(self) -> float | None:
@@ -54,6 +59,15 @@ class FinishedGroup:
         return [rollout.reward for rollout in self.rollouts]
 
     @property
+    def missing(self) -> dict[int, str]:
+        """Why a rollout is not usable, by its index; those that were only spare are not missing."""
+        return {
+            rollout.rollout.index: _reason(rollout.rollout)
+            for rollout in self.rollouts
+            if rollout.reward is None and not _spare(rollout.rollout)
+        }
+
+    @property
     def settled(self) -> bool:
         return self._settled
 
@@ -74,9 +88,32 @@ class FinishedGroup:
         await self._transport.request("POST", f"/v1/deliveries/{self.lease_id}/renew", {"ttl_s": ttl_s})
 
 
+def _reason(rollout: Rollout) -> str:
+    failure = rollout.failure
+    return f"{failure.kind.value}: {failure.code}: {failure.message}" if failure else rollout.state.value
+
+
+def _spare(rollout: Rollout) -> bool:
+    return rollout.failure is not None and rollout.failure.code == Stop.REDUNDANT
+
+
+class Over(Exception):
+    """Nothing will come any more."""
+
+
+def _check_over(delivery: Delivery) -> None:
+    if delivery.over is None:
+        return
+    code, why = delivery.over
+    if code == "source_failed":
+        raise RemoteError(why, code=code, status=200, field="source", hint=None)
+    raise Over(why)
+
+
 async def lease(transport: Transport, run_id: str, body: LeaseGroups) -> list[FinishedGroup]:
     """One request for finished groups; empty when none finished within ``wait_s``. A lost answer is
-    not asked for again: its lease expires and the groups come back."""
+    not asked for again: its lease expires and the groups come back. Raises ``Over`` when nothing will
+    come any more, ``RemoteError`` (``source_failed``) when that is since the task source failed."""
     raw = await transport.request(
         "POST",
         f"/v1/runs/{run_id}/deliveries",
@@ -87,13 +124,19 @@ async def lease(transport: Transport, run_id: str, body: LeaseGroups) -> list[Fi
     delivery = msgspec.msgpack.decode(raw, type=Delivery)
     granted = parse_lease(delivery)
     if granted is None:
+        _check_over(delivery)
         return []
     return [
         FinishedGroup(
             group=Group.model_validate(item.group),
             rollouts=[
                 FinishedRollout(
-                    Rollout.model_validate(entry.rollout), [from_wire(s) for s in entry.samples], entry.note
+                    Rollout.model_validate(entry.rollout),
+                    [from_wire(s) for s in entry.samples],
+                    entry.note,
+                    entry.tokens,
+                    entry.staleness,
+                    entry.stale,
                 )
                 for entry in item.rollouts
             ],
@@ -168,11 +211,13 @@ class GroupStream:
                     continue
 
     async def groups(self, *, auto_ack: bool) -> AsyncGenerator[FinishedGroup, None]:
-        """Yields for ever; ``auto_ack`` acks a group when the next one is asked for."""
+        """Yields until the run is over; ``auto_ack`` acks a group when the next one is asked for."""
         tasks = [asyncio.create_task(self._fetch()), asyncio.create_task(self._renew())]
         try:
             while True:
                 item = await self._ready.get()
+                if isinstance(item, Over):
+                    return
                 if isinstance(item, BaseException):
                     raise item
                 yield item

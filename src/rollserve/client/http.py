@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 
 from rollserve import errors
+from rollserve.backoff import backoff_s
 from rollserve.wire import JSON, MSGPACK
 
 PROXY_STATUSES = frozenset({429, 502, 503, 504})
@@ -114,7 +115,7 @@ class Transport:
             try:
                 return await self._once(method, path, data, query, sent)
             except (errors.QueueFull, errors.Unavailable) as error:
-                delay = error.retry_after_s or min(5.0, 0.1 * 2**attempt) * random.uniform(0.5, 1.5)
+                delay = error.retry_after_s or backoff_s(attempt, 0.2, 5.0, jitter=random.random())
                 now = asyncio.get_running_loop().time()
                 if attempt == attempts or now + delay > deadline:
                     raise

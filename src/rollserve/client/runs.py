@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,15 +13,20 @@ import msgspec
 from pydantic import BaseModel
 
 from rollserve.client.delivery import FinishedGroup, GroupStream
-from rollserve.client.http import Transport
-from rollserve.errors import Unavailable
+from rollserve.client.http import Transport, to_error
+from rollserve.client.updates import UpdateHandle, Updates, updating
+from rollserve.errors import QueueFull, Unavailable
+from rollserve.records.control import GroupRule
 from rollserve.records.delivery import Checkpoint
+from rollserve.records.drift import RolloutDrift
 from rollserve.records.event import Event
 from rollserve.records.policy import Backend, Policy
-from rollserve.records.rollout import Rollout
+from rollserve.records.rollout import Attempt, Rollout
 from rollserve.records.run import Run
 from rollserve.records.sample import Sample
 from rollserve.records.task import Task
+from rollserve.records.update import UpdateMode
+from rollserve.records.verification import Verification
 from rollserve.wire import (
     Cancelled,
     CreatePolicy,
@@ -40,6 +45,8 @@ from rollserve.wire import (
     from_wire,
 )
 
+PAGE = 500
+
 
 def _plain(model: BaseModel) -> dict[str, Any]:
     """JSON-compatible data; secrets are sent as what they are."""
@@ -48,6 +55,19 @@ def _plain(model: BaseModel) -> dict[str, Any]:
     if key is not None:
         data["api_key"] = key.get_secret_value()
     return data
+
+
+async def pages(transport: Transport, path: str, **params: str | int | None) -> AsyncIterator[Any]:
+    """The items of a list, page after page."""
+    cursor: str | None = None
+    while True:
+        raw = await transport.request("GET", path, params={"limit": PAGE, **params, "cursor": cursor})
+        page = Listing[Any].model_validate_json(raw)
+        for item in page.items:
+            yield item
+        cursor = page.next
+        if cursor is None:
+            return
 
 
 class Client:
@@ -91,6 +111,19 @@ class Client:
             await self._transport.request("POST", f"/v1/policies/{policy}/version", body)
         )
 
+    def updates(self, policy: str) -> Updates:
+        """Each step of an update of its weights by itself; ``updating`` does them in order."""
+        return Updates(self._transport, policy)
+
+    @asynccontextmanager
+    async def updating(
+        self, policy: str, *, mode: UpdateMode = UpdateMode.DRAIN, lease_s: float = 300.0
+    ) -> AsyncIterator[UpdateHandle]:
+        """``async with client.updating("p") as update: …; await update.commit(version)``: inside, the
+        policy's backends are paused. Left without a commit, they go on as they were."""
+        async with updating(self.updates(policy), mode, lease_s) as handle:
+            yield handle
+
     async def pause_policy(self, policy: str) -> None:
         await self._transport.request("POST", f"/v1/policies/{policy}/pause")
 
@@ -105,8 +138,8 @@ class Client:
         )
 
     async def backends(self, policy: str) -> list[Backend]:
-        listing = await self._listing(f"/v1/policies/{policy}/backends")
-        return [Backend.model_validate(item) for item in listing.items]
+        path = f"/v1/policies/{policy}/backends"
+        return [Backend.model_validate(item) async for item in pages(self._transport, path)]
 
     async def drain_backend(self, policy: str, backend_id: str) -> None:
         await self._transport.request("POST", f"/v1/policies/{policy}/backends/{backend_id}/drain")
@@ -128,7 +161,7 @@ class Client:
         return RunHandle(self._transport, RunStatus.model_validate_json(raw).run)
 
     async def runs(self) -> list[Run]:
-        return [Run.model_validate(item) async for item in self._pages("/v1/runs")]
+        return [Run.model_validate(item) async for item in pages(self._transport, "/v1/runs")]
 
     # -- rollouts
 
@@ -139,8 +172,13 @@ class Client:
 
     async def rollouts(self, **filters: str | int | None) -> AsyncIterator[Rollout]:
         """``run_id``, ``group_id``, ``state``; all pages."""
-        async for item in self._pages("/v1/rollouts", **filters):
+        async for item in pages(self._transport, "/v1/rollouts", **filters):
             yield Rollout.model_validate(item)
+
+    async def attempts(self, rollout_id: str) -> AsyncIterator[Attempt]:
+        """Every try, the first one first; all pages."""
+        async for item in pages(self._transport, f"/v1/rollouts/{rollout_id}/attempts"):
+            yield Attempt.model_validate(item)
 
     async def trajectory(self, rollout_id: str) -> dict[str, Any]:
         raw = await self._transport.request("GET", f"/v1/rollouts/{rollout_id}/trajectory")
@@ -150,11 +188,28 @@ class Client:
         raw = await self._transport.request("GET", f"/v1/rollouts/{rollout_id}/samples", msgpack=True)
         return [from_wire(item) for item in msgspec.msgpack.decode(raw, type=list[WireSample])]
 
+    async def drift(self, run_id: str, *, cause: str | None = None) -> AsyncIterator[RolloutDrift]:
+        """Where the tokens of the run's rollouts differ from what was sent or consumed; all pages."""
+        async for item in pages(self._transport, f"/v1/runs/{run_id}/drift", cause=cause):
+            yield RolloutDrift.model_validate(item)
+
+    async def rollout_drift(self, rollout_id: str) -> AsyncIterator[dict[str, Any]]:
+        """Each place where a call of its newest attempt drifted; all pages."""
+        async for item in pages(self._transport, f"/v1/rollouts/{rollout_id}/drift"):
+            yield item
+
+    async def verify(self, rollout_id: str, **asked: str | float | bool | None) -> Verification:
+        """Check its samples: ``score``, ``backend_id``, ``max_difference``, ``mean_difference``."""
+        params = {name: str(each).lower() if isinstance(each, bool) else each for name, each in asked.items()}
+        path = f"/v1/rollouts/{rollout_id}/verify"
+        return Verification.model_validate_json(await self._transport.request("POST", path, params=params))
+
     async def log(self, attempt_id: str) -> list[tuple[float, str]]:
-        raw = await self._transport.request("GET", f"/v1/attempts/{attempt_id}/log")
-        return Listing[tuple[float, str]].model_validate_json(raw).items
+        path = f"/v1/attempts/{attempt_id}/log"
+        return [(float(at), str(line)) async for at, line in pages(self._transport, path)]
 
     async def group(self, group_id: str) -> GroupStatus:
+        """With its rollouts counted; ``rollouts(group_id=…)`` are they."""
         return GroupStatus.model_validate_json(await self._transport.request("GET", f"/v1/groups/{group_id}"))
 
     async def cancel_rollout(self, rollout_id: str) -> Cancelled:
@@ -172,14 +227,14 @@ class Client:
 
     async def events(self, *, after: int = 0, run_id: str | None = None) -> AsyncIterator[Event]:
         """Events from the cursor ``after`` on, for ever; a broken connection is taken up where it
-        was."""
+        was. Raises what the server refuses them with."""
         delay_s = 0.2
         while True:
             try:
                 async for event in self._event_stream(after, run_id):
                     after, delay_s = event.seq, 0.2
                     yield event
-            except Unavailable:
+            except (QueueFull, Unavailable):
                 delay_s = min(10.0, delay_s * 2)
             await asyncio.sleep(delay_s)
 
@@ -192,24 +247,13 @@ class Client:
             async with self._transport.session.get(
                 f"{self._transport.url}/v1/events", params=params, timeout=timeout
             ) as answer:
+                if answer.status >= 400:
+                    raise to_error(answer.status, await answer.read(), answer.headers.get("Retry-After"))
                 async for line in answer.content:
                     if line.startswith(b"data:"):
                         yield Event.model_validate_json(line[5:].strip())
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Unavailable(f"event stream broke: {error}") from error
-
-    async def _listing(self, path: str, **params: str | int | None) -> Listing[Any]:
-        return Listing[Any].model_validate_json(await self._transport.request("GET", path, params=params))
-
-    async def _pages(self, path: str, **params: str | int | None) -> AsyncIterator[Any]:
-        cursor: str | None = None
-        while True:
-            page = await self._listing(path, **{**params, "cursor": cursor})
-            for item in page.items:
-                yield item
-            cursor = page.next
-            if cursor is None:
-                return
 
 
 class RunHandle:
@@ -224,12 +268,19 @@ class RunHandle:
         return self.run.id
 
     async def submit(
-        self, tasks: Sequence[Task], *, num_rollouts: int, key: str | None = None
+        self,
+        tasks: Sequence[Task],
+        *,
+        num_rollouts: int,
+        rule: GroupRule | None = None,
+        key: str | None = None,
     ) -> list[GroupSummary]:
-        """A group for each task, all or none. Durable once this returns. ``key`` makes a repetition
-        from another process safe; repetitions by this call are. Raises ``QueueFull`` when the run's
+        """A group for each task, all or none. ``rule`` says when they are over; else the run's does.
+        Durable once this returns. ``key`` makes a repetition from another process safe; repetitions by
+        this call are. Raises ``QueueFull`` when the run's
         bound is still reached after waiting."""
-        groups = [GroupBody(task=task, num_rollouts=num_rollouts) for task in tasks]
+        given = {"num_rollouts": num_rollouts} | ({"rule": rule} if rule else {})
+        groups = [GroupBody.model_validate({"task": task, **given}) for task in tasks]
         body = {"groups": [group.model_dump(mode="json", exclude_unset=True) for group in groups]}
         raw = await self._transport.request(
             "POST",
@@ -248,9 +299,10 @@ class RunHandle:
         ttl_s: float = 300.0,
         auto_ack: bool = True,
     ) -> AsyncGenerator[FinishedGroup, None]:
-        """Finished groups as they come, for ever. A group is acked when the next one is asked for;
-        with ``auto_ack=False`` by ``await group.ack()``. Close the iterator (``aclosing``) to give back
-        what was fetched ahead."""
+        """Finished groups as they come, until the run is closed or its task source has ended and all of
+        it was acked. Raises ``RemoteError`` (``source_failed``) when the source fails. A group is acked
+        when the next one is asked for; with ``auto_ack=False`` by ``await group.ack()``. Close the
+        iterator (``aclosing``) to give back what was fetched ahead."""
         stream = GroupStream(
             self._transport, self.id, trainer=trainer, epoch=epoch, prefetch=prefetch, ttl_s=ttl_s
         )
@@ -278,8 +330,8 @@ class RunHandle:
         return Rewound.model_validate_json(raw)
 
     async def checkpoints(self, trainer: str = "default") -> list[Checkpoint]:
-        raw = await self._transport.request("GET", f"/v1/runs/{self.id}/trainers/{trainer}/checkpoints")
-        return Listing[Checkpoint].model_validate_json(raw).items
+        path = f"/v1/runs/{self.id}/trainers/{trainer}/checkpoints"
+        return [Checkpoint.model_validate(item) async for item in pages(self._transport, path)]
 
     async def status(self) -> RunStatus:
         return RunStatus.model_validate_json(await self._transport.request("GET", f"/v1/runs/{self.id}"))

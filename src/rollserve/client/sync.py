@@ -10,8 +10,10 @@ from typing import Any, Self, TypeVar
 
 from rollserve.client.delivery import FinishedGroup
 from rollserve.client.runs import Client, RunHandle
+from rollserve.records.control import GroupRule
 from rollserve.records.policy import Backend, Policy
 from rollserve.records.task import Task
+from rollserve.records.update import UpdateMode, WeightUpdate
 from rollserve.wire import CreatePolicy, GroupSummary, OpenRun, RegisterBackend, RunStatus, ServerStatus
 
 T = TypeVar("T")
@@ -46,20 +48,29 @@ class SyncRun:
         return self.handle.id
 
     def submit(
-        self, tasks: Sequence[Task], *, num_rollouts: int, key: str | None = None
+        self,
+        tasks: Sequence[Task],
+        *,
+        num_rollouts: int,
+        rule: GroupRule | None = None,
+        key: str | None = None,
     ) -> list[GroupSummary]:
-        return self._loop.run(self.handle.submit(tasks, num_rollouts=num_rollouts, key=key))
+        return self._loop.run(self.handle.submit(tasks, num_rollouts=num_rollouts, rule=rule, key=key))
 
     def groups(
         self, *, trainer: str = "default", prefetch: int = 4, ttl_s: float = 300.0
     ) -> Iterator[FinishedGroup]:
-        """Finished groups as they come; each is acked when the next one is asked for."""
+        """Finished groups as they come, until the run is over; each is acked when the next one is asked
+        for."""
         source = self.handle.groups(trainer=trainer, prefetch=prefetch, ttl_s=ttl_s)
 
-        asked: list[asyncio.Task[FinishedGroup]] = []
+        asked: list[asyncio.Task[FinishedGroup | None]] = []
 
-        async def following() -> FinishedGroup:
-            asked[:] = [asyncio.ensure_future(anext(source))]
+        async def next_or_none() -> FinishedGroup | None:
+            return await anext(source, None)
+
+        async def following() -> FinishedGroup | None:
+            asked[:] = [asyncio.ensure_future(next_or_none())]
             return await asked[0]
 
         async def close() -> None:
@@ -70,8 +81,8 @@ class SyncRun:
             await source.aclose()
 
         try:
-            while True:
-                yield self._loop.run(following())
+            while (group := self._loop.run(following())) is not None:
+                yield group
         finally:
             self._loop.run(close())
 
@@ -115,6 +126,27 @@ class SyncClient:
 
     def set_version(self, policy: str, version: int, label: str | None = None) -> Policy:
         return self._loop.run(self.client.set_version(policy, version, label))
+
+    def begin_update(
+        self, policy: str, mode: UpdateMode = UpdateMode.DRAIN, lease_s: float = 300.0
+    ) -> WeightUpdate:
+        """Returns once the policy's backends are paused."""
+        updates = self.client.updates(policy)
+        return self._loop.run(updates.ready(self._loop.run(updates.begin(mode, lease_s)).id))
+
+    def commit_update(
+        self,
+        update: WeightUpdate,
+        version: int,
+        *,
+        label: str | None = None,
+        canary: Sequence[float] | None = None,
+    ) -> Policy:
+        updates = self.client.updates(update.policy)
+        return self._loop.run(updates.commit(update.id, version, label, canary))
+
+    def abort_update(self, update: WeightUpdate) -> WeightUpdate:
+        return self._loop.run(self.client.updates(update.policy).abort(update.id))
 
     def open_run(self, spec: OpenRun, *, key: str | None = None) -> SyncRun:
         return SyncRun(self._loop, self._loop.run(self.client.open_run(spec, key=key)))

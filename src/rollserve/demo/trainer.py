@@ -24,6 +24,7 @@ from rollserve.client import Client, FinishedGroup, RunHandle
 from rollserve.records.policy import BackendKind, RendererSpec
 from rollserve.records.run import SamplingSettings
 from rollserve.records.task import AgentSpec, GraderSpec, Limits, Task
+from rollserve.records.update import UpdateMode
 from rollserve.trainers.grpo import GRPOConfig, GRPOTrainer
 from rollserve.trainers.tiny.task import make_task
 from rollserve.trainers.weights import LocalWeights, VllmWeights, WeightSync
@@ -122,8 +123,7 @@ class Training:
         )
         backend = RegisterBackend(url=self._plan.backend, kind=self._plan.kind)
         await self._client.register_backend("demo", backend)
-        await self._sync.push(self._model.state_dict(), 0)
-        await self._client.set_version("demo", 0)
+        await self._push(0)
         start = await self._evaluate("start")
         await self._train()
         end = await self._evaluate("end")
@@ -190,6 +190,22 @@ class Training:
         await self._submit(run, len(batch))
         return batch
 
+    async def _push(self, version: int) -> float:
+        """The model's weights as ``version``, while calls in flight stand still; seconds they stood."""
+        async with self._client.updating("demo", mode=UpdateMode.KEEP, lease_s=120) as update:
+            began = time.perf_counter()
+            await self._sync.push(self._model.state_dict(), version)
+            await update.commit(version, canary=self._logprobs(update.canary_ids))
+        return time.perf_counter() - began
+
+    @torch.no_grad()
+    def _logprobs(self, ids: list[int]) -> list[float]:
+        """Of each but the first, at temperature 1."""
+        logits = self._model(input_ids=torch.tensor([ids])).logits[0, :-1].float()
+        chosen = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:]).unsqueeze(-1))
+        values: list[float] = chosen.squeeze(-1).tolist()
+        return values
+
     async def _step(self, step: int, batch: list[FinishedGroup]) -> bool:
         """One gradient step, then new weights to the backend; True when the target is reached."""
         began = time.time()
@@ -197,8 +213,7 @@ class Training:
         stepped = time.time()
         pushed_s = 0.0
         if stats is not None:
-            pushed_s = await self._sync.push(self._model.state_dict(), self._trainer.version)
-            await self._client.set_version("demo", self._trainer.version)
+            pushed_s = await self._push(self._trainer.version)
         rewards = [r for group in batch for r in group.rewards if r is not None]
         reward = sum(rewards) / max(1, len(rewards))
         self._totals.rewards.append(reward)

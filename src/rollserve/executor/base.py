@@ -43,7 +43,6 @@ class StartAttempt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     epoch: int
     run_json: bytes
     task_json: bytes
-    keep_sandbox_s: float = 0.0
 
     def run(self) -> RunSpec:
         return RunSpec.model_validate_json(self.run_json)
@@ -58,7 +57,8 @@ class CancelAttempt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AckAttempt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The server has committed (or fenced) the attempt's end; the worker may forget it."""
+    """The server has committed (or fenced) the attempt's end; the worker may forget it. ``accepted``
+    False: its payload is nobody's and can go."""
 
     attempt_id: str
     accepted: bool

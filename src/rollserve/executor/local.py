@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollserve.backoff import backoff_s
 from rollserve.errors import InfrastructureFailure
 from rollserve.executor.base import FromWorker, PolicyView, Shutdown, ToWorker, WorkerHello, WorkerLost
 from rollserve.executor.channel import (
@@ -51,7 +52,7 @@ class Respawn:
     healthy_s: float = 10.0
 
     def delay_s(self, failures: int) -> float:
-        return float(min(self.most_s, self.first_s * 2 ** min(failures, 30)))
+        return backoff_s(failures + 1, self.first_s, self.most_s)
 
 
 @dataclass(kw_only=True)

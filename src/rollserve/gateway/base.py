@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 
 from rollserve.agent.base import ModelClient
@@ -21,6 +22,17 @@ class ActiveClock(Protocol):
     charged; pauses may nest and overlap."""
 
     def pause(self) -> AbstractContextManager[None]: ...
+    def refundable(self) -> Callable[[], None]:
+        """Call what is returned to take back all that was charged since: the time was lost through a
+        fault that is not the agent's. What overlaps with other refunds is taken back once."""
+
+
+class Ending(StrEnum):
+    """Why a session is over, as its agent may know it."""
+
+    ENDED = "its attempt has ended"
+    CANCELLED = "its attempt was cancelled"
+    STOPPING = "the worker is stopping"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +55,15 @@ class Session(Protocol):
     @property
     def secret(self) -> str: ...
     @property
-    def base_url(self) -> str: ...
+    def base_url(self) -> str:
+        """The session's own: another session's secret is refused there."""
+
     @property
     def model(self) -> ModelClient: ...
     @property
     def counts(self) -> dict[str, int]:
-        """``turns``, ``sampled_tokens``, ``prompt_tokens`` (new ones), ``breaks``, ``inexact``."""
+        """``turns``, ``sampled_tokens``, ``prompt_tokens`` (new ones), ``breaks``, ``inexact``, and
+        ``rewritten``: requests in which something came back otherwise than it was."""
 
     @property
     def call_ids(self) -> list[str]: ...
@@ -60,9 +75,14 @@ class Session(Protocol):
     def conversation(self) -> list[Message]:
         """Root to the newest call, model turns included."""
 
-    async def close(self) -> None:
+    async def stalled(self) -> InfrastructureFailure | None:
+        """Asked when the agent's time is used up and before it is stopped: was it a backend that used
+        it? The failure that names the backend, when a call that is out has met one that is not well or
+        does nothing; None when the time was the agent's. Takes about ten seconds at most."""
+
+    async def close(self, ending: Ending = Ending.ENDED) -> None:
         """Abort what is being generated, wait until it has stopped, refuse later calls with
-        ``SessionClosed``. Idempotent."""
+        ``SessionClosed``, which says the ``ending``. Idempotent; the first ending stays."""
 
 
 class Gateway(Protocol):

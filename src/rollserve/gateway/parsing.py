@@ -14,17 +14,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from rollserve.gateway.tokens import TextTokenizer
-from rollserve.records.base import new_id
+from rollserve.records.base import MAX_DEPTH, deeper_than, new_id
 from rollserve.records.call import Message, ToolCall
 
-MAX_DEPTH = 64
-"""Arguments nested deeper are refused: they cost a recursion in every reader."""
+_TOO_DEEP = f"the arguments are nested deeper than {MAX_DEPTH}"
 
 _NAME = re.compile(r'"?name"?\s*[=:]\s*"?([A-Za-z0-9_.-]{1,64})')
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-_NESTING = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +104,30 @@ class ReplyParser:
         return Parsed(message, "tool_calls")
 
 
+def adopted(reply: Message, tools: Sequence[dict[str, Any]]) -> Parsed:
+    """What an engine has read itself, with our ids of its tool calls before its own."""
+    names = _names(tools)
+    calls = tuple(_adopted_call(call, names) for call in reply.tool_calls)
+    content, reasoning = _storable(reply.content).strip(), _storable(reply.reasoning or "").strip()
+    message = replace(reply, content=content, reasoning=reasoning or None, tool_calls=calls)
+    return Parsed(message, "tool_calls" if calls else "stop")
+
+
+def _adopted_call(call: ToolCall, names: frozenset[str]) -> ToolCall:
+    name, arguments = _storable(call.name), _storable(call.arguments) or "{}"
+    error = check_arguments(arguments)
+    if error is None and names and name not in names:
+        error = _unknown(name, names)
+    return ToolCall(id=_id(call.id or None), name=name or "unknown", arguments=arguments, error=error)
+
+
+def offered(call: ToolCall) -> ToolCall:
+    """A call that was broken, as engines take it back: they insist on arguments that are an object."""
+    if check_arguments(call.arguments) is None:
+        return call
+    return replace(call, arguments=json.dumps({"arguments": call.arguments}))
+
+
 def _names(tools: Sequence[dict[str, Any]]) -> frozenset[str]:
     """Names of the tools that were offered (OpenAI form, or flat)."""
     found = set()
@@ -150,8 +173,12 @@ def _tool_call(found: Any, names: frozenset[str], cut: bool) -> ToolCall:
     arguments, error = _arguments(raw, found.arguments)
     name = _storable(found.name)
     if error is None and names and name not in names:
-        error = f"unknown tool {name!r}; there are: {', '.join(sorted(names))}"
+        error = _unknown(name, names)
     return ToolCall(id=_id(found.id), name=name, arguments=arguments, error=error)
+
+
+def _unknown(name: str, names: frozenset[str]) -> str:
+    return f"unknown tool {name!r}; there are: {', '.join(sorted(names))}"
 
 
 def _arguments(raw: str, parsed: Any) -> tuple[str, str | None]:
@@ -172,27 +199,15 @@ def _arguments(raw: str, parsed: Any) -> tuple[str, str | None]:
 
 def check_arguments(text: str) -> str | None:
     """What is wrong with the JSON text of a tool call's arguments; None when nothing is."""
-    if _too_deep(text):
-        return f"the arguments are nested deeper than {MAX_DEPTH}"
     try:
         value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+    except (msgspec.DecodeError, UnicodeError) as error:
         return f"the arguments are not valid JSON: {error}"
+    except RecursionError:
+        return _TOO_DEEP
+    if deeper_than(value):
+        return _TOO_DEEP
     return None if isinstance(value, dict) else "the arguments must be a JSON object"
-
-
-def _too_deep(text: str) -> bool:
-    if text.count("{") + text.count("[") <= MAX_DEPTH:
-        return False
-    depth = 0
-    for token in _NESTING.finditer(text):
-        if token[0] in "[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                return True
-        elif token[0] in "]}":
-            depth -= 1
-    return False
 
 
 def _storable(text: str) -> str:

@@ -6,17 +6,23 @@ conversation gains, so that what was sampled is never rendered again.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from rollserve.errors import InvalidInput, UnknownName
 from rollserve.gateway.parsing import Parsed, ReplyParser
+from rollserve.gateway.recent import RecentIds
 from rollserve.gateway.tokens import TextTokenizer
 from rollserve.records.call import Message, ToolCall
 from rollserve.records.policy import RendererSpec
 
 Tools = Sequence[dict[str, Any]]
+_RECENT_IDS = 1 << 20
 NATIVE_ID = "|"
 """Parts our id of a tool call from the one the model wrote, in formats that carry one."""
 
@@ -29,6 +35,9 @@ _LOCAL_BRIDGES = frozenset(
 
 _MARKED_CALLS = _LOCAL_BRIDGES - {"llama-3"}
 """A tool call begins with a control token: text before one is text."""
+
+_OPEN_THOUGHTS = frozenset({name for name in _LOCAL_BRIDGES if "qwen3" in name or "nemotron" in name})
+"""A thought that is never closed is read as one, whatever is in it."""
 
 _OWN_ENCODERS = frozenset({"gpt-oss"})
 """They encode text themselves, and never as control tokens: a guard would reach the model as text."""
@@ -71,7 +80,8 @@ def check_renderer(spec: RendererSpec, thinking: Literal["keep", "strip"] = "kee
 
 
 class Rendering:
-    """A policy's way between messages and ids. Not for several threads at once."""
+    """A policy's way between messages and ids. What is long is rendered ``apart``, in one thread, while the
+    event loop goes on with what is short."""
 
     def __init__(
         self, spec: RendererSpec, tokenizer: TextTokenizer, thinking: Literal["keep", "strip"] = "keep"
@@ -91,8 +101,11 @@ class Rendering:
         self.thinking = thinking
         self._guards = spec.name not in _OWN_ENCODERS
         self._local = spec.name in _LOCAL_BRIDGES
+        self.streams_thinking = spec.name in _OPEN_THOUGHTS
         self.reads_history = spec.name == "default"
+        self.apart = ThreadPoolExecutor(1, thread_name_prefix="render")
         self._tools: tuple[Tools, list[Any]] | None = None
+        self._recent = RecentIds(_RECENT_IDS)
         self.think_ids = (tokenizer.token_id("<think>"), tokenizer.token_id("</think>"))
         self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
         self._parser = ReplyParser(self._renderer.parse_response, tokenizer, frozenset(self.stop_token_ids))
@@ -102,6 +115,18 @@ class Rendering:
         when the template does not accept it."""
         if not messages:
             raise InvalidInput("a request needs at least one message", field="messages")
+        try:
+            document = msgspec.msgpack.encode((messages, tools))
+        except (OverflowError, RecursionError, TypeError, ValueError):
+            return self._render(messages, tools)
+        key = hashlib.blake2b(document, digest_size=16).digest()
+        known = self._recent.get(key)
+        if known is None:
+            known = self._render(messages, tools)
+            self._recent.put(key, known)
+        return known
+
+    def _render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         named = _tool_names(messages)
         turns = [self._turn(message, named) for message in messages]
         try:
@@ -111,6 +136,32 @@ class Rendering:
         except _REFUSALS as error:  # the renderer's own word on what it can't render
             raise InvalidInput(f"renderer {self.name!r}: {error}", field="messages") from error
         return list(ids)
+
+    def said(
+        self, messages: Sequence[Message], reply: Message, tools: Tools, whole: Sequence[int]
+    ) -> list[int] | None:
+        """The ids a model would have to sample after ``render(messages)`` to say ``reply``, its end
+        included, by the template; None where the template renders a reply otherwise than it prompts.
+        ``whole`` is the conversation with what follows: some formats end a turn by what opens the next."""
+        turns = [self._turn(each, _tool_names([*messages, reply])) for each in (*messages, reply)]
+        prompt = self.render(messages, tools)
+        try:
+            ids = self._renderer.render_ids(
+                turns, tools=self._guarded_tools(tools), add_generation_prompt=False
+            )
+        except _REFUSALS as error:
+            raise InvalidInput(f"renderer {self.name!r}: {error}", field="messages") from error
+        if list(ids[: len(prompt)]) != prompt:
+            return None
+        tail = list(ids[len(prompt) :])
+        ended = self._first_stop(tail)
+        if ended is not None:
+            return tail[: ended + 1]
+        following = self._first_stop(whole[len(prompt) :])
+        return None if following is None else [*tail, whole[len(prompt) + following]]
+
+    def _first_stop(self, ids: Sequence[int]) -> int | None:
+        return next((at for at, token_id in enumerate(ids) if token_id in self.stop_token_ids), None)
 
     def extend(self, prior: Prior, new: Sequence[Message], tools: Tools) -> list[int] | None:
         """The ids the context gains after ``prior``'s sampled ids: a synthesised end of turn where the
@@ -147,14 +198,16 @@ class Rendering:
         stopped by a limit. Never raises for what the model wrote."""
         return self._parser.parse(sampled_ids, tools, prompt_tail, cut=cut)
 
-    def streams_text(self, prompt_tail: list[int], offered_tools: bool) -> bool:
-        """Whether sampled text can be shown as content before the answer is complete."""
+    def opens_with(self, prompt_tail: list[int], offered_tools: bool) -> Literal["start", "thinking", "held"]:
+        """How an answer begins: with text or a thought, in the middle of a thought, or with what can be
+        told only when it is complete."""
         from renderers.reasoning import prompt_ends_in_reasoning
 
         if offered_tools and self.name not in _MARKED_CALLS:
-            return False
-        return not prompt_ends_in_reasoning(
-            self.tokenizer, prompt_tail, stop_ids=frozenset(self.stop_token_ids)
+            return "held"
+        stops = frozenset(self.stop_token_ids)
+        return (
+            "thinking" if prompt_ends_in_reasoning(self.tokenizer, prompt_tail, stop_ids=stops) else "start"
         )
 
     def _turn(self, message: Message, named: dict[str, str]) -> dict[str, Any]:
@@ -181,10 +234,11 @@ class Rendering:
     def _guarded_tools(self, tools: Tools) -> list[Any] | None:
         if not tools:
             return None
-        if self._tools is None or (self._tools[0] is not tools and self._tools[0] != tools):
+        known = self._tools  # another thread may put others there
+        if known is None or (known[0] is not tools and known[0] != tools):
             guard = self.tokenizer.guard if self._guards else str
-            self._tools = (tools, [_guard_all(tool, guard) for tool in tools])
-        return self._tools[1]
+            known = self._tools = (tools, [_guard_all(tool, guard) for tool in tools])
+        return known[1]
 
     def _extend_by_text(self, prior: Prior, new: Sequence[Message], tools: Tools) -> list[int] | None:
         """The tokenizer's own template: render once with the model's turn standing as a placeholder;

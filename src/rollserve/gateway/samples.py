@@ -1,22 +1,26 @@
-"""Calls of an attempt to samples: one root-to-leaf path each. Pure.
+"""Calls of an attempt to samples: one path from a root each. Pure.
 
-The fewest sequences that hold each sampled token: a path ends at a call that sampled something and has
-no descendant that did. A call that was aborted counts like any other: what it sampled, it sampled.
-Where paths share calls, the shared tokens are trained in the first path only.
+The fewest sequences that hold each sampled token that is to be trained: a path ends at a call that sampled
+something and has no descendant that did. A call that was aborted counts like any other: what it sampled, it
+sampled. Where paths share calls, the shared tokens are trained in the first path only. A path ends before a
+call that is not exact; what stands on such a call is left out with it. Each sampled token is therefore
+trained once, or left out for one reason (``left_out``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollserve.gateway.lineage import settled
+from rollserve.gateway.truth import NO_TOKENS
 from rollserve.records.call import Call, Message, unpack_floats, unpack_ids
 from rollserve.records.rollout import Rollout
 from rollserve.records.run import RunSpec
-from rollserve.records.sample import Sample
+from rollserve.records.sample import LabelTokens, Sample, TokenReport
 
 SAMPLING_MASK = "sampling_mask"
 """The extra that makes a constrained call trainable."""
@@ -24,9 +28,62 @@ SAMPLING_MASK = "sampling_mask"
 _BYTES = np.dtype(np.uint8)
 
 
-def inexact_cause(calls: Iterable[Call]) -> str | None:
-    """Why the attempt's tokens are not exact; None when they are. For runs that fail on it."""
-    return next((call.inexact for call in calls if call.inexact is not None and call.sampled_ids), None)
+def _said(call: Call) -> bool:
+    """Whether the model said anything in it, with or without ids."""
+    return bool(call.sampled_ids) or call.inexact == NO_TOKENS
+
+
+def left_out(calls: Sequence[Call], run: RunSpec) -> dict[str, str]:
+    """Why a call's sampled tokens are not trained, by its id; calls that are trained are not in it."""
+    labels, spoiled = settled(calls), _spoiled(calls)
+    reasons: dict[str, str] = {}
+    for call in calls:
+        if call.policy:
+            reasons[call.id] = "side_policy"
+        elif labels[call.id] not in run.train_labels:
+            reasons[call.id] = f"label_{labels[call.id]}"
+        elif call.id in spoiled:
+            reasons[call.id] = spoiled[call.id]
+        elif not trainable(call):
+            reasons[call.id] = "constrained"
+    return reasons
+
+
+def token_report(calls: Sequence[Call], samples: Sequence[Sample], run: RunSpec) -> TokenReport:
+    """What became of the sampled tokens: each is trained, or counted under a reason."""
+    reasons, labels = left_out(calls, run), settled(calls)
+    kept: dict[str, int] = {}
+    by_label: dict[str, LabelTokens] = {}
+    for call in calls:
+        count, reason = len(call.sampled_ids) // 4, reasons.get(call.id)
+        if reason is not None and count:
+            kept[reason] = kept.get(reason, 0) + count
+        so_far = by_label.get(labels[call.id], LabelTokens())
+        by_label[labels[call.id]] = LabelTokens(
+            calls=so_far.calls + 1,
+            sampled=so_far.sampled + count,
+            trained=so_far.trained + (0 if reason else count),
+        )
+    return TokenReport(
+        calls=sum(1 for call in calls if call.sampled_ids),
+        sequences=sum(1 for sample in samples if sample.exact),
+        sampled=sum(len(call.sampled_ids) // 4 for call in calls),
+        trained=sum(int(sample.loss_mask.sum()) for sample in samples),
+        tokens=sum(len(sample.ids) for sample in samples if sample.exact),
+        left_out=kept,
+        by_label=by_label,
+    )
+
+
+def _spoiled(calls: Sequence[Call]) -> dict[str, str]:
+    """Calls that are not exact or stand on one that is not, with its cause."""
+    spoiled: dict[str, str] = {}
+    for call in calls:  # a parent comes before its children
+        if call.parent in spoiled:
+            spoiled[call.id] = spoiled[call.parent]
+        elif call.inexact is not None and _said(call):
+            spoiled[call.id] = call.inexact
+    return spoiled
 
 
 def build_samples(
@@ -36,12 +93,15 @@ def build_samples(
     run: RunSpec,
     call_rewards: Mapping[str, float] | None = None,
 ) -> list[Sample]:
-    """One sample a path. A path with an inexact call is left out under ``drop``; under ``text`` it
-    comes with ``exact`` False, its text, and no token trained. (``fail`` is decided before: see
-    ``inexact_cause``; here it leaves out like ``drop``.)"""
-    paths = [(path, inexact_cause(path)) for path in _paths(calls)]
-    kept = [(path, cause) for path, cause in paths if cause is None or run.on_inexact == "text"]
-    trained: set[str] = set()
+    """One sample a path. What is not exact is left out under ``drop``; under ``text`` it comes as paths of
+    its own, with ``exact`` False, their text, and no token trained. (Under ``fail`` the attempt has
+    failed before; here it leaves out like ``drop``.)"""
+    reasons, spoiled = left_out(calls, run), _spoiled(calls)
+    wanted = {call.id for call in calls if reasons.get(call.id, "constrained") == "constrained"}
+    if run.on_inexact == "text":
+        wanted |= {call_id for call_id, cause in spoiled.items() if reasons[call_id] == cause}
+    kept = [(path, spoiled.get(path[-1].id)) for path in _paths(calls, wanted, spoiled)]
+    trained = set(reasons)
     samples = []
     for index, (path, cause) in enumerate(kept):
         parts = _Arrays(path, trained, exact=cause is None)
@@ -90,16 +150,20 @@ def _message_text(message: Message) -> str:
     return "\n".join(parts)
 
 
-def _paths(calls: Sequence[Call]) -> list[list[Call]]:
-    """Root-to-leaf paths, in the order of their leaves."""
+def _paths(calls: Sequence[Call], wanted: Container[str], spoiled: Container[str]) -> list[list[Call]]:
+    """Paths from a root to each wanted call with none below it, in the order of these. What is spoiled
+    does not stand for the exact calls above it."""
     by_id = {call.id: call for call in calls}
     inner: set[str] = set()
     for call in calls:
+        if not _said(call) or call.id not in wanted:
+            continue
         parent = call.parent
-        while call.sampled_ids and parent is not None and parent not in inner and parent in by_id:
-            inner.add(parent)
+        while parent is not None and parent not in inner and parent in by_id:
+            if (parent in spoiled) == (call.id in spoiled):
+                inner.add(parent)
             parent = by_id[parent].parent
-    leaves = (call for call in calls if call.sampled_ids and call.id not in inner)
+    leaves = (call for call in calls if _said(call) and call.id in wanted and call.id not in inner)
     return [_path(leaf, by_id) for leaf in leaves]
 
 
@@ -111,10 +175,10 @@ def _path(leaf: Call, by_id: Mapping[str, Call]) -> list[Call]:
 
 
 def _mixed(call: Call) -> bool:
-    return len({span.version for span in call.versions}) > 1
+    return any(span.mixed for span in call.versions)
 
 
-def _trainable(call: Call) -> bool:
+def trainable(call: Call) -> bool:
     """A grammar or forced tool shapes the distribution; only its mask makes the logprobs usable."""
     return not call.constrained or SAMPLING_MASK in call.extras
 
@@ -123,13 +187,13 @@ class _Arrays:
     """The arrays of a path, and ``ends``: after each call, the index of its last sampled token (-1
     where it sampled none)."""
 
-    def __init__(self, path: Sequence[Call], trained: set[str], *, exact: bool) -> None:
+    def __init__(self, path: Sequence[Call], trained: Container[str], *, exact: bool) -> None:
         ids, mask, logprobs, versions = [], [], [], []
         self.ends: list[int] = []
         self.length = 0
         for call in path:
             prompt, sampled = unpack_ids(call.prompt_ids), unpack_ids(call.sampled_ids)
-            train = exact and call.id not in trained and _trainable(call)
+            train = exact and call.id not in trained
             ids += [prompt, sampled]
             mask += [np.zeros(len(prompt), np.bool_), np.full(len(sampled), train)]
             logprobs += [np.zeros(len(prompt), np.float32), _fitted(call, len(sampled))]
@@ -190,7 +254,7 @@ def _rewards(
 ) -> NDArray[np.float32]:
     """Per-call rewards where a grader gave any for this path, else the rollout's at the path's end."""
     rewards = np.zeros(length, np.float32)
-    if reward is None:
+    if reward is None or not length:
         return rewards
     given = [
         (end, call_rewards[call.id]) for call, end in zip(path, ends, strict=True) if call.id in call_rewards

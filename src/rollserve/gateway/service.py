@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
-from rollserve.errors import InfrastructureFailure
+from rollserve.errors import AnothersSession, InfrastructureFailure, UnknownSecret
 from rollserve.executor.base import PolicyView
-from rollserve.gateway.base import SessionSpec
-from rollserve.gateway.forward import Conversation
+from rollserve.gateway.base import Ending, SessionSpec
+from rollserve.gateway.forward import Conversation, Served, session_closed
 from rollserve.gateway.policies import PolicyState, PoolFactory, Renderings
-from rollserve.gateway.sessions import GatewaySession, new_session_id
+from rollserve.gateway.sessions import GatewaySession
+from rollserve.records.base import new_id
+from rollserve.records.run import RunSpec
+
+REMEMBERED = 65_536
+"""Ended sessions whose secret is told from an unknown one; about 20 MB when full."""
+
+
+class _Known(NamedTuple):
+    session_id: str
+    ending: Ending | None
 
 
 class GatewayService:
     """``gateway.base.Gateway``. ``make_pool`` makes the pool of a policy; ``base_url`` is where
-    ``gateway.http`` listens (set it once the port is known)."""
+    ``gateway.http`` listens (set it once the port is known). Of ended sessions the newest
+    ``remembered`` are kept by the digest of their secret."""
 
-    def __init__(self, make_pool: PoolFactory, *, base_url: str = "") -> None:
+    def __init__(self, make_pool: PoolFactory, *, base_url: str = "", remembered: int = REMEMBERED) -> None:
         self.base_url = base_url
+        self._remembered = remembered
+        self._over: OrderedDict[bytes, _Known] = OrderedDict()
         self._make_pool = make_pool
         self._policies: dict[str, PolicyState] = {}
         self._renderings = Renderings()
@@ -36,23 +50,50 @@ class GatewayService:
             known.update(view)
 
     async def open_session(self, spec: SessionSpec) -> GatewaySession:
-        policy = self._policies.get(spec.run.policy)
-        if policy is None:
-            raise InfrastructureFailure(
-                f"policy {spec.run.policy!r} is not known here", operation="gateway.open_session"
-            )
-        rendering = await self._renderings.get(policy.policy.spec, spec.run.thinking)
-        conversation = Conversation(new_session_id(), spec, policy, rendering)
+        main = await self._served(spec.run.policy, spec.run)
+        side = await self._served(spec.run.side_policy, spec.run) if spec.run.side_policy else None
+        conversation = Conversation(new_id("ses"), spec, main, side)
         session = GatewaySession(conversation, lambda: self.base_url, self._forget)
         self._sessions[_digest(session.secret)] = session
         return session
 
-    def session(self, secret: str) -> GatewaySession | None:
-        """The open session of a secret. Looked up by digest, so that time tells nothing of it."""
-        return self._sessions.get(_digest(secret))
+    async def _served(self, name: str, run: RunSpec) -> Served:
+        policy = self._policies.get(name)
+        if policy is None:
+            raise InfrastructureFailure(
+                f"policy {name!r} is not known here", operation="gateway.open_session"
+            )
+        spec = policy.policy.spec
+        if spec.interface == "text":
+            return Served(policy)
+        if spec.interface == "chat":
+            return Served(policy, tokenizer=await self._renderings.tokenizer(spec))
+        rendering = await self._renderings.get(spec, run.thinking)
+        return Served(policy, rendering, rendering.tokenizer)
+
+    def session(self, secret: str, session_id: str | None = None) -> GatewaySession:
+        """The open session of a secret; ``session_id`` is the one whose address was used, if any.
+        Looked up by digest, so that time tells nothing of the secret. Raises ``UnknownSecret``,
+        ``AnothersSession`` (the other may be open, over or none), ``SessionClosed`` with the ending."""
+        digest = _digest(secret)
+        session = self._sessions.get(digest)
+        known = self._over.get(digest) if session is None else _Known(session.id, session.ended)
+        if known is None:
+            raise UnknownSecret("no session has this secret", hint="a secret is valid for one attempt")
+        if session_id not in (None, known.session_id):
+            raise AnothersSession(
+                "the secret is not that of the session in the path", hint="use the base URL it came with"
+            )
+        if session is None or known.ending is not None:
+            raise session_closed(known.ending or Ending.ENDED)
+        return session
 
     def _forget(self, session: GatewaySession) -> None:
-        self._sessions.pop(_digest(session.secret), None)
+        digest = _digest(session.secret)
+        self._sessions.pop(digest, None)
+        self._over[digest] = _Known(session.id, session.ended)
+        if len(self._over) > self._remembered:
+            self._over.popitem(last=False)
         _add(self._ended, session.counts)
 
     def stats(self) -> dict[str, Any]:
@@ -69,7 +110,7 @@ class GatewayService:
         return {**totals, **now, "backends": backends}
 
     async def close(self) -> None:
-        await asyncio.gather(*(session.close() for session in list(self._sessions.values())))
+        await asyncio.gather(*(session.close(Ending.STOPPING) for session in list(self._sessions.values())))
         await asyncio.gather(*(policy.pool.close() for policy in self._policies.values()))
         await self._renderings.close()
 

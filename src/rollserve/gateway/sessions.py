@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from rollserve.agent.base import ModelClient, Reply
-from rollserve.errors import InfrastructureFailure, LimitReached, SessionClosed
-from rollserve.gateway.forward import Answer, Conversation, Listener
-from rollserve.records.base import new_id
+from rollserve.dialect.base import Asked
+from rollserve.errors import InfrastructureFailure, InvalidInput, LimitReached, forget_frames
+from rollserve.gateway.base import Ending
+from rollserve.gateway.exchanges import Exchanges
+from rollserve.gateway.forward import Answer, Conversation, session_closed
+from rollserve.gateway.stopping import Listener
 from rollserve.records.call import ChatRequest, Message
+
+T = TypeVar("T")
 
 
 class GatewaySession:
@@ -28,10 +34,17 @@ class GatewaySession:
         self.id = conversation.session_id
         self.secret = secrets.token_urlsafe(32)
         self.conversation_state = conversation
-        self.model: ModelClient = InProcessModel(self)
         self._base_url = base_url
         self._on_close = on_close
-        self._tasks: set[asyncio.Task[Answer]] = set()
+        self._tasks = _Tasks()
+        self.exchanges = Exchanges(conversation, self._tasks.own)
+        self._let_go = False
+
+    @property
+    def model(self) -> ModelClient:
+        """Made anew each time: one that is kept would hold the session, and the session it, until the
+        collector comes by."""
+        return InProcessModel(self)
 
     @property
     def model_name(self) -> str:
@@ -39,7 +52,11 @@ class GatewaySession:
 
     @property
     def base_url(self) -> str:
-        return f"{self._base_url()}/v1"
+        return f"{self._base_url()}/s/{self.id}/v1"
+
+    @property
+    def ended(self) -> Ending | None:
+        return self.conversation_state.ended
 
     @property
     def counts(self) -> dict[str, int]:
@@ -60,28 +77,64 @@ class GatewaySession:
     async def call(self, request: ChatRequest, listener: Listener | None = None) -> Answer:
         """One call. Cancelling the await cancels the call and waits until it has stopped; when the
         session is closed meanwhile, raises ``SessionClosed``."""
-        task = asyncio.create_task(self.conversation_state.forward(request, listener))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task = self._tasks.own(self.conversation_state.forward(request, listener))
         try:
             return await task
         except asyncio.CancelledError:
-            ours = asyncio.current_task()
-            if self.conversation_state.closed and not (ours and ours.cancelling()):
-                raise SessionClosed("the session was closed during the call") from None
+            if self.ended is not None and not _is_cancelled():
+                raise session_closed(self.ended) from None
             raise
+        finally:
+            del task  # its error holds this frame, which would hold it: a circle for the collector
 
-    async def close(self) -> None:
+    def continued(self, asked: Asked) -> Asked:
+        """The request with the conversation that it goes on from. Raises ``InvalidInput`` for an answer that
+        this session did not give."""
+        if asked.continues is None:
+            return asked
+        node = self.conversation_state.tree.get(asked.continues)
+        if node is None:
+            raise InvalidInput(
+                f"no answer of this session is named {asked.continues!r}", field="previous_response_id"
+            )
+        messages = (*node.conversation(), *asked.request.messages)
+        return replace(asked, continues=None, request=replace(asked.request, messages=messages))
+
+    async def stalled(self) -> InfrastructureFailure | None:
         state = self.conversation_state
-        first, state.closed = not state.closed, True
-        tasks = list(self._tasks)
+        return await state.policy.pool.stalled(self.id, state.spec.limits.run_s)
+
+    async def close(self, ending: Ending = Ending.ENDED) -> None:
+        state = self.conversation_state
+        state.ended = state.ended or ending
+        self.exchanges.close()
+        await self._tasks.end()
+        if not self._let_go:
+            self._let_go = True
+            for served in filter(None, (state.main, state.side)):
+                served.policy.pool.release(self.id)
+            self._on_close(self)
+            forget_frames(state.trouble)
+
+
+class _Tasks:
+    """What a session runs, and ends with it."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def end(self) -> None:
+        tasks = list(self._running)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.gather(*tasks, return_exceptions=True)
-        if first:
-            state.policy.pool.release(self.id)
-            self._on_close(self)
 
 
 class InProcessModel:
@@ -105,6 +158,12 @@ class InProcessModel:
         return (await self._session.call(request)).reply
 
 
+def _is_cancelled() -> bool:
+    """Whether somebody cancels the task that asks."""
+    ours = asyncio.current_task()
+    return ours is not None and ours.cancelling() > 0
+
+
 def _storable(message: Message) -> Message:
     """Output of tools may hold lone surrogates, which have no UTF-8; U+FFFD stands for them. Equal
     messages stay equal, so that the conversation is recognised next time."""
@@ -116,7 +175,3 @@ def _storable(message: Message) -> Message:
         clean = message.content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return msgspec.structs.replace(message, content=clean)
     return message
-
-
-def new_session_id() -> str:
-    return new_id("ses")

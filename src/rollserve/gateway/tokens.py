@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from rollserve.errors import InvalidInput
+from rollserve.gateway.recent import RecentIds
 from rollserve.gateway.template import ChatTemplate
 
 OPEN, CLOSE = "\uf8f0", "\uf8f1"
@@ -33,6 +34,7 @@ _GUARDED = re.compile(rf"(?:{OPEN}|\\uf8f0)([0-9a-f]*)(?:{CLOSE}|\\uf8f1)")
 _MARKUP = re.compile(r"[<\[]\S*[>\]]", re.DOTALL)
 _CACHED_CHARS = 32
 _CACHED_TEXTS = 1024
+_RECENT_IDS = 1 << 20
 _END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>", "<eos>")
 
 
@@ -73,6 +75,7 @@ class TextTokenizer:
         added = document.get("added_tokens") or []
         control = {t["content"]: t["id"] for t in added if is_control(t["content"], bool(t.get("special")))}
         self.control_ids = frozenset(control.values())
+        self._added = frozenset(t["content"] for t in added)
         self._lookalike = re.compile(
             "|".join(map(re.escape, [*sorted(control, key=len, reverse=True), OPEN, CLOSE, *_ESCAPED]))
         )
@@ -81,7 +84,10 @@ class TextTokenizer:
         self._normalizes = self._inner.normalizer is not None and any(
             t.get("normalized") and t["content"] in control for t in added
         )
+        self.longest_token = _longest_token(self._inner, document)
         self._cache: dict[str, list[int]] = {}
+        self._recent = RecentIds(_RECENT_IDS)
+        self._spelled: dict[int, str] = {}
         self.unk_token_id = self._token_setting("unk_token")
         self.eos_token_id = self._token_setting("eos_token")
         if self.eos_token_id is None:
@@ -115,8 +121,12 @@ class TextTokenizer:
         short = len(text) <= _CACHED_CHARS
         if short and (known := self._cache.get(text)) is not None:
             return known.copy()
+        if not short and (recent := self._recent.get(text)) is not None:
+            return recent
         ids = self._encode_guarded(text) if OPEN in text or _ESCAPED[0] in text else self._encode(text)
-        if short and len(self._cache) < _CACHED_TEXTS:
+        if not short:
+            self._recent.put(text, ids)
+        elif len(self._cache) < _CACHED_TEXTS:
             self._cache[text] = ids.copy()
         return ids
 
@@ -159,7 +169,24 @@ class TextTokenizer:
         return self.unk_token_id if found is None else int(found)
 
     def token_text(self, token_id: int) -> str:
-        return self.decode([token_id])
+        """Of the vocabulary's ids, each is decoded once."""
+        known = self._spelled.get(token_id)
+        if known is None:
+            known = self.decode([token_id])
+            if len(self._spelled) < self.vocab_size:
+                self._spelled[token_id] = known
+        return known
+
+    def token_bytes(self, token_ids: Sequence[int]) -> bytes | None:
+        """What the tokens stand for, byte by byte, also where that is half a character; None for an id
+        that is no token's."""
+        spelled = _spelled_bytes if self._inner.token_to_id("<0x0A>") is not None else _alphabet_bytes
+        parts = []
+        for token in map(self._inner.id_to_token, token_ids):
+            if token is None:
+                return None
+            parts.append(token.encode() if token in self._added else spelled(token))
+        return b"".join(parts)
 
     def apply_chat_template(self, messages: Sequence[Any], **kwargs: Any) -> list[int]:
         """Ids of the tokenizer's own template (for ``DefaultRenderer``). Raises ``InvalidInput``."""
@@ -189,6 +216,39 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         return self._stream.step(self._inner, token_id) or ""
+
+
+def _longest_token(inner: Tokenizer, document: dict[str, Any]) -> int | None:
+    """Characters that one token stands for at most; None where an unknown word of any length is one."""
+    model = document.get("model") or {}
+    unknown = model.get("unk_token") is not None or model.get("unk_id") is not None
+    if unknown and not model.get("byte_fallback"):
+        return None
+    return max(map(len, inner.get_vocab()), default=None)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters by which byte-level tokenizers write bytes: printable ones of Latin-1 for themselves,
+    the others from U+0100 on, in order (Radford et al., GPT-2)."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in kept]
+    return {chr(byte): byte for byte in kept} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _alphabet_bytes(token: str) -> bytes:
+    return b"".join(
+        bytes([_BYTES[character]]) if character in _BYTES else character.encode() for character in token
+    )
+
+
+def _spelled_bytes(token: str) -> bytes:
+    """SentencePiece with byte fallback."""
+    found = _FALLBACK.fullmatch(token)
+    return bytes.fromhex(found[1]) if found else token.replace("\u2581", " ").encode()
 
 
 def _wrap(text: str) -> str:

@@ -6,10 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
 from rollserve.backend.base import Generation, LabelSpan
 from rollserve.records.call import SamplingParams, VersionSpan, pack_floats
 from rollserve.records.policy import MAX_VERSION
+
+NO_TOKENS = "no_tokens"
+"""Why a call of an engine that gives text alone can't be trained on: it has no ids at all."""
 
 LOGPROB_SLACK = 1e-3
 """How far above 0 rounding may lift a logprob; more is no probability."""
@@ -21,7 +25,9 @@ def version_spans(
     """A span for each of ``count`` tokens, in order. ``known`` maps what the backend calls its weights
     to our version; another label counts when it is a number itself. Tokens without either lie in
     ``[low, high]``, the policy's version at the generation's start and end, and are marked inferred. So
-    are those under a number that can be no version (a time stamp, say)."""
+    are those under a number that can be no version (a time stamp, say). What comes after a change of
+    version within the generation, or is newer than ``low`` (whose cache it was begun on), is marked mixed;
+    so is all that lies in an interval."""
     spans: list[VersionSpan] = []
     at = 0
     for span in sorted(labels or (), key=lambda item: item.start):
@@ -38,7 +44,17 @@ def version_spans(
         at = end
     if at < count:
         spans.append(VersionSpan(at, count, low, high, True))
-    return tuple(spans)
+    return tuple(_marked(span, spans[0], low) for span in spans)
+
+
+def _marked(span: VersionSpan, first: VersionSpan, begun_at: int) -> VersionSpan:
+    pure = span.version == span.version_high == first.version and span.version <= begun_at
+    return span if pure else replace(span, mixed=True)
+
+
+def begun(spans: Sequence[VersionSpan], count: int) -> tuple[VersionSpan, ...]:
+    """Those of the first ``count`` tokens."""
+    return tuple(replace(span, end=min(span.end, count)) for span in spans if span.start < count)
 
 
 def _number(label: str) -> int | None:
@@ -53,17 +69,20 @@ def inexact(
 ) -> tuple[str | None, bytes]:
     """Why a generation can't be trained on exactly (None: it can), and its packed logprobs."""
     packed = pack_floats(generation.logprobs)
+    if generation.reply is not None and generation.prompt_ids is None:
+        return NO_TOKENS, packed
     if generation.prompt_ids is not None and generation.prompt_ids != sent_ids:
         return "backend_ids", packed
     logprobs = np.frombuffer(packed, "<f4")
     possible = bool((np.isfinite(logprobs) & (logprobs <= LOGPROB_SLACK)).all())
     if len(generation.logprobs) != len(generation.token_ids) or not possible:
         return "logprobs", packed
-    if logprobs_mode != "processed" and _reshaped(sampling):
+    if logprobs_mode != "processed" and _reshaped(sampling, logprobs_mode):
         return "logprobs_mode", packed
     return None, packed
 
 
-def _reshaped(sampling: SamplingParams) -> bool:
-    """Whether raw logprobs differ from those of the distribution that is sampled."""
-    return sampling.temperature != 1.0 or sampling.top_p < 1.0 or sampling.top_k > 0
+def _reshaped(sampling: SamplingParams, logprobs_mode: str) -> bool:
+    """Whether logprobs of that mode differ from those of the distribution that is sampled."""
+    scaled = sampling.temperature != 1.0 and (logprobs_mode != "temperature" or sampling.temperature == 0.0)
+    return scaled or sampling.top_p < 1.0 or sampling.top_k > 0

@@ -12,7 +12,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from rollserve.errors import GraderFailure
 from rollserve.records.call import Message
+from rollserve.records.sample import is_reward
 from rollserve.records.task import Task
 from rollserve.sandbox.base import Sandbox
 
@@ -40,6 +42,19 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     call_rewards: dict[str, float] = {}
     detail: dict[str, Any] = {}
+
+
+def check_grade(grade: Grade, call_ids: Sequence[str], *, operation: str) -> Grade:
+    """``grade`` itself. Raises ``GraderFailure`` for what is no grade, a reward that training can't use, or
+    one for a call that never took place."""
+    if not isinstance(grade, Grade):
+        raise GraderFailure(f"returned {type(grade).__name__}, not Grade", operation=operation)
+    for name, reward in {"reward": grade.reward, **grade.call_rewards}.items():
+        if not isinstance(reward, (int, float)) or not is_reward(reward):
+            raise GraderFailure(f"{name} is {reward}, which is no reward", operation=operation)
+    if unknown := grade.call_rewards.keys() - set(call_ids):
+        raise GraderFailure(f"no such call: {min(unknown)!r}", operation=operation)
+    return grade
 
 
 class Grader(Protocol):

@@ -8,8 +8,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollserve.errors import GraderFailure, SandboxError, TooLarge
-from rollserve.grader.base import Grade, Grading
-from rollserve.grader.outcome import read_grade, sound
+from rollserve.grader.base import Grade, Grading, check_grade
+from rollserve.grader.reward_file import read_grade
 from rollserve.sandbox.base import WORKDIR, ExecResult, Sandbox
 
 OPERATION = "grader command"
@@ -51,7 +51,7 @@ class CommandGrader:
         if self._options.reward_file is None:
             return Grade(reward=0.0 if result.exit_code else 1.0, detail={"exit_code": result.exit_code})
         data = await self._read(grading.sandbox, self._options.reward_file)
-        return sound(read_grade(data, operation=OPERATION), grading.call_ids, operation=OPERATION)
+        return check_grade(read_grade(data, operation=OPERATION), grading.call_ids, operation=OPERATION)
 
     async def _clear(self, sandbox: Sandbox, path: str) -> None:
         """What lies there was carried over: the agent wrote it, and must not grade itself."""

@@ -9,8 +9,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollserve.errors import GraderFailure, InfrastructureFailure, RollserveError
-from rollserve.grader.base import Grade, Grading
-from rollserve.grader.outcome import sound
+from rollserve.grader.base import Grade, Grading, check_grade
 from rollserve.usercode import params
 from rollserve.usercode.base import CodeFault, CodeHosts, CodeInfo, Use
 from rollserve.usercode.options import check_arguments, parse_options
@@ -71,4 +70,4 @@ class PythonGrader:
                 raise
             except RollserveError as error:
                 raise GraderFailure(str(error), operation=operation) from error
-        return sound(grade, grading.call_ids, operation=operation)
+        return check_grade(grade, grading.call_ids, operation=operation)

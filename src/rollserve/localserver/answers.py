@@ -9,7 +9,14 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from rollserve.errors import BackendError, RollserveError
-from rollserve.localserver.request import Choice, GenerateAnswer, Logprobs, TokenLogprob, Usage
+from rollserve.localserver.request import (
+    Choice,
+    GenerateAnswer,
+    Logprobs,
+    PromptLogprob,
+    TokenLogprob,
+    Usage,
+)
 from rollserve.localserver.sequence import Progress, Sequence
 
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -31,7 +38,15 @@ def answer(progress: Progress, *, model: str, created: int) -> GenerateAnswer:
         choices=[_choice(progress)],
         prompt_token_ids=sequence.prompt_ids if first else None,
         usage=Usage(prompt, sampled, prompt + sampled) if done else None,
+        prompt_logprobs=_prompt_logprobs(sequence) if first else None,
     )
+
+
+def _prompt_logprobs(sequence: Sequence) -> list[dict[str, PromptLogprob] | None] | None:
+    if sequence.prompt_logprobs is None:
+        return None
+    rest = zip(sequence.prompt_ids[1:], sequence.prompt_logprobs, strict=True)
+    return [None, *({str(token_id): PromptLogprob(logprob)} for token_id, logprob in rest)]
 
 
 def _choice(progress: Progress) -> Choice:

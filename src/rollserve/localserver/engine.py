@@ -31,6 +31,7 @@ class Model(Protocol):
     max_batch: int
 
     def prefill(self, first: int, prompts: Seq[Seq[int]]) -> Tensor: ...
+    def score(self, slot: int, prompt: Seq[int]) -> list[float]: ...
     def decode(self, last_ids: Seq[int], lengths: Seq[int]) -> Tensor: ...
     def move(self, source: int, target: int, length: int) -> None: ...
 
@@ -177,6 +178,9 @@ class Engine:
         admitted = self._next_prompts()
         self.running.extend(admitted)
         self.counters.prompt_tokens += sum(len(sequence.prompt_ids) for sequence in admitted)
+        for slot, sequence in enumerate(admitted, first):
+            if sequence.params.prompt_logprobs is not None:
+                sequence.prompt_logprobs = self.model.score(slot, sequence.prompt_ids)
         self._take(admitted, self.model.prefill(first, [sequence.prompt_ids for sequence in admitted]))
         self._compact()
 

@@ -19,6 +19,8 @@ from rollserve.errors import ConfigError
 from rollserve.localserver.cache import SlotCache
 
 _PREFILL_CHUNK = 1024
+_SCORE_CHUNK = 64
+"""Positions whose logits over the whole vocabulary are in memory at once."""
 
 
 def load_model(directory: str, *, device: str, dtype: str) -> torch.nn.Module:
@@ -82,6 +84,19 @@ class BatchModel:
             logits = self._chunk(first, ids, start, end, keep)
             found.update({row: logits[row, keep.index(ends[row] - start)] for row in here})
         return torch.stack([found[row] for row in range(len(prompts))]).float()
+
+    @torch.inference_mode()
+    def score(self, slot: int, prompt: Seq[int]) -> list[float]:
+        """The logprob of each token but the first, given those before it. Uses the slot's cache."""
+        self._cache.reserve(slot + 1, len(prompt) + 1)
+        ids = torch.as_tensor(list(prompt), dtype=torch.long)[None].to(self.device)
+        found: list[float] = []
+        for start in range(0, len(prompt) - 1, _SCORE_CHUNK):
+            end = min(len(prompt) - 1, start + _SCORE_CHUNK)
+            logits = self._chunk(slot, ids, start, end, list(range(end - start)))[0].float()
+            logprobs = torch.log_softmax(logits, dim=-1)
+            found += logprobs.gather(1, ids[0, start + 1 : end + 1, None])[:, 0].tolist()
+        return found
 
     def _chunk(self, first: int, ids: torch.Tensor, start: int, end: int, keep: list[int]) -> torch.Tensor:
         window = self._cache.window

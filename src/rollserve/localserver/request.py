@@ -34,6 +34,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     # ── accepted at their neutral value only
     n: int = 1
     best_of: int | None = None
@@ -41,7 +42,6 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     stop: list[str] | str | None = None
-    prompt_logprobs: int | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -120,6 +120,12 @@ class Choice(msgspec.Struct, frozen=True):
     weight_versions: list[VersionSpan]
 
 
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """Of the model's own distribution (temperature 1), given the tokens before."""
+
+    logprob: float
+
+
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
@@ -128,7 +134,8 @@ class Usage(msgspec.Struct, frozen=True):
 
 class GenerateAnswer(msgspec.Struct, frozen=True):
     """The whole answer, or one event of a stream: then only the first event has ``prompt_token_ids``
-    and only the last has ``usage`` and the weight versions of all tokens."""
+    and ``prompt_logprobs`` (by token id, null at the first token), and only the last has ``usage`` and
+    the weight versions of all tokens."""
 
     request_id: str
     model: str
@@ -136,6 +143,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True):
     choices: list[Choice]
     prompt_token_ids: list[int] | None
     usage: Usage | None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 def decode(body: bytes, shape: type[T]) -> T:
@@ -175,6 +183,7 @@ def check_sampling(params: SamplingParams) -> None:
         ("max_tokens", params.max_tokens is None or params.max_tokens >= 1, "at least 1"),
         ("min_tokens", params.min_tokens >= 0, "at least 0"),
         ("logprobs", params.logprobs in (None, 0, 1), "null, 0 or 1: only the sampled token's is given"),
+        ("prompt_logprobs", params.prompt_logprobs in (None, 0), "null or 0: only the prompt's tokens' are"),
     )
     for name, fine, wanted in ranges:
         if not fine:
@@ -189,7 +198,6 @@ def _neutral_only(params: SamplingParams) -> tuple[tuple[str, object, tuple[obje
         ("frequency_penalty", params.frequency_penalty, (0.0,)),
         ("repetition_penalty", params.repetition_penalty, (1.0,)),
         ("stop", params.stop, (None, [], "")),
-        ("prompt_logprobs", params.prompt_logprobs, (None,)),
         ("logit_bias", params.logit_bias, (None, {})),
         ("allowed_token_ids", params.allowed_token_ids, (None,)),
         ("bad_words", params.bad_words, (None, [])),

@@ -16,7 +16,8 @@ class Sequence:
     """Prompt, settings and everything sampled so far.
 
     ``limit`` is the most tokens it may sample; ``eos_ids`` end it with a null ``stop_reason``,
-    ``params.stop_token_ids`` with their id. ``spans`` says under which weights each token was sampled.
+    ``params.stop_token_ids`` with their id. ``prompt_logprobs``, where they are asked for, are of each
+    prompt token but the first. ``spans`` says under which weights each token was sampled.
     A ``streamed`` sequence is reported after each step, another one only at its end.
     """
 
@@ -31,6 +32,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
+    prompt_logprobs: list[float] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     failure: str | None = None

@@ -8,6 +8,12 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+MAX_DEPTH = 64
+"""Documents nested deeper cost a recursion in every reader."""
+
+MAX_KEPT_DEPTH = 32
+"""The same for what a record keeps unread, which stands inside others."""
+
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
 
@@ -21,18 +27,33 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 """What people name things: letters, digits, dot, dash, underscore; 128 at most."""
 
 
+def deeper_than(document: object, limit: int = MAX_DEPTH) -> bool:
+    """Whether a JSON document has more than ``limit`` levels of lists and objects, leaves counted as one."""
+    level = [document]
+    for _ in range(limit):
+        level = [
+            child
+            for node in level
+            if isinstance(node, (dict, list))
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return False
+    return True
+
+
 def _bounded_json(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse documents nested deeper than 32: they cost a recursion in every reader. And NaN and
-    infinities: JSON has none, so they would come back as something else."""
-    stack: list[tuple[Any, int]] = [(value, 1)]
+    """Refuse documents of more than ``MAX_KEPT_DEPTH`` levels. And NaN and infinities: JSON has none, so they
+    would come back as something else."""
+    if deeper_than(value, MAX_KEPT_DEPTH):
+        raise ValueError(f"nested deeper than {MAX_KEPT_DEPTH}")
+    stack: list[Any] = [value]
     while stack:
-        node, depth = stack.pop()
-        if depth > 32:
-            raise ValueError("nested deeper than 32")
+        node = stack.pop()
         if isinstance(node, dict):
-            stack.extend((child, depth + 1) for child in node.values())
+            stack.extend(node.values())
         elif isinstance(node, list):
-            stack.extend((child, depth + 1) for child in node)
+            stack.extend(node)
         elif isinstance(node, float) and not math.isfinite(node):
             raise ValueError(f"{node} is no number in JSON")
     return value

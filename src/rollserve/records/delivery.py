@@ -18,7 +18,8 @@ class Lease(Record):
 
 class Checkpoint(Record):
     """A trainer's checkpoint: what was acked before it is in it. ``policy_version`` is what a rewind
-    sets the policy back to; ``cursor`` the task source's place, opaque."""
+    sets the policy back to; ``cursor`` is the trainer's own, opaque; ``source_position`` the place of the
+    run's task source on the server."""
 
     run_id: str
     trainer: str
@@ -26,4 +27,5 @@ class Checkpoint(Record):
     seq: int
     policy_version: int
     cursor: str | None = None
+    source_position: int | None = None
     created_at: float

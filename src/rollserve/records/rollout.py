@@ -7,6 +7,7 @@ from typing import Any
 
 from rollserve.errors import FailureKind, InvalidTransition
 from rollserve.records.base import Record
+from rollserve.records.control import GroupRule
 from rollserve.records.task import Task
 
 
@@ -52,9 +53,16 @@ class Stage(StrEnum):
 
 
 class GroupState(StrEnum):
+    """``JUDGING``: its rollouts have ended and the run's filters are asked. ``HELD``: waits for earlier
+    groups. ``FAILED``: fewer usable rollouts than its rule wants. ``FILTERED`` groups are in no log."""
+
     OPEN = "open"
+    JUDGING = "judging"
+    HELD = "held"
     FINISHED = "finished"
+    FAILED = "failed"
     CANCELLED = "cancelled"
+    FILTERED = "filtered"
 
 
 class Failure(Record):
@@ -70,17 +78,39 @@ class Failure(Record):
         return self.kind in (FailureKind.INFRASTRUCTURE, FailureKind.GRADER)
 
 
+class Stop(StrEnum):
+    """Why a rollout was ended before its time: the code of its failure."""
+
+    CANCELLED = "cancelled"
+    REDUNDANT = "redundant"
+    STRAGGLER = "straggler"
+    DEADLINE = "deadline"
+    HOPELESS = "hopeless"
+
+
 class Group(Record):
-    """``finished_seq`` is its place in the run's log of finished groups."""
+    """``num_rollouts`` were asked for, ``total`` were made (the oversampled ones included), ``usable``
+    have a reward so far. ``deadline_at`` is set once it has started. ``finished_seq`` is its place in the
+    run's log of finished groups. ``filtered_by`` names the rule that left it out; ``note`` says what else
+    there is to say (a filter that raised, why it was stopped). ``source_seq`` is its task's place in the
+    run's source."""
 
     id: str
     run_id: str
     task: Task
     num_rollouts: int
+    rule: GroupRule = GroupRule()
+    total: int = 0
+    usable: int = 0
     state: GroupState = GroupState.OPEN
     created_at: float
+    started_at: float | None = None
+    deadline_at: float | None = None
     finished_at: float | None = None
     finished_seq: int | None = None
+    filtered_by: str | None = None
+    note: str | None = None
+    source_seq: int | None = None
 
 
 class Rollout(Record):

@@ -9,6 +9,11 @@ from pydantic import Field
 
 from rollserve.errors import FailureKind
 from rollserve.records.base import JsonObject, Name, Record
+from rollserve.records.call import Label
+from rollserve.records.control import DeliveryRule, FilterRule, GroupRule, StalenessRule, TaskSource
+
+TRAINED: tuple[Label, ...] = ("continuation", "fork", "compaction", "subagent", "retry")
+"""All but side calls."""
 
 
 class RunState(StrEnum):
@@ -48,17 +53,33 @@ class RunSpec(Record):
     """``thinking`` says whether reasoning of earlier turns stays in the context (``keep``) or is
     stripped as the template does (``strip``). ``on_inexact`` decides on samples whose tokens are not
     exact: leave them out (``drop``), hand them over as text without a loss mask (``text``), or fail
-    the rollout (``fail``). ``failure_rewards`` maps a failure kind to the reward it counts as; what it
-    does not name stays without reward."""
+    the rollout (``fail``). ``rewrites`` decides on model turns that the agent sends back rewritten: keep
+    the sampled ids where the meaning is the same (``exact``), render what it sent as a new branch
+    (``faithful``), or fail the rollout (``fail``); an edited turn begins a new branch, or fails it too.
+    Sampled tokens of calls with one of ``train_labels`` are trained, others are left out and counted.
+    ``side_policy`` answers side calls instead (those that can be told when they come); what it samples is
+    never trained. ``failure_rewards`` maps a failure kind to the reward it counts as; what it
+    does not name stays without reward. Runs of higher ``priority`` start first, among equals those whose
+    ``purpose`` is evaluation; what is left is shared fairly (``records.control`` has the other rules)."""
 
     policy: Name
     name: Name | None = None
     sampling: SamplingSettings = SamplingSettings()
     thinking: Literal["keep", "strip"] = "keep"
     on_inexact: Literal["drop", "text", "fail"] = "drop"
+    rewrites: Literal["exact", "faithful", "fail"] = "exact"
+    train_labels: Annotated[tuple[Label, ...], Field(max_length=6)] = TRAINED
+    side_policy: Name | None = None
     failure_rewards: dict[Literal["agent", "limit"], float] = {}
     retry: RetrySettings = RetrySettings()
     quota: Quota = Quota()
+    purpose: Literal["training", "evaluation"] = "training"
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    groups: GroupRule = GroupRule()
+    staleness: StalenessRule = StalenessRule()
+    source: TaskSource | None = None
+    filters: Annotated[tuple[FilterRule, ...], Field(max_length=16)] = ()
+    delivery: DeliveryRule = DeliveryRule()
     metadata: JsonObject = {}
 
     def reward_for(self, kind: FailureKind) -> float | None:
@@ -67,7 +88,27 @@ class RunSpec(Record):
 
 
 class Run(Record):
+    """``base_version`` is the policy's when the run was opened or rewound."""
+
     id: str
     spec: RunSpec
     state: RunState = RunState.OPEN
     created_at: float
+    base_version: int = 0
+
+
+class SourceState(StrEnum):
+    RUNNING = "running"
+    ENDED = "ended"
+    FAILED = "failed"
+
+
+class SourceStatus(Record):
+    """A run's task source. ``position`` counts the tasks taken, over all epochs; ``lines`` are a file's.
+    ``detail`` says why it failed, or what was skipped last."""
+
+    state: SourceState
+    position: int
+    lines: int
+    digest: str
+    detail: str = ""

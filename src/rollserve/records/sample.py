@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -62,3 +63,25 @@ class Sample:
         """Of the tokens trained here; None when there are none."""
         mask = self.loss_mask & (self.versions >= 0)
         return int(self.versions[mask].min()) if mask.any() else None
+
+
+class LabelTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the calls of one label."""
+
+    calls: int = 0
+    sampled: int = 0
+    trained: int = 0
+
+
+class TokenReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a rollout's sampled tokens: ``sampled`` is ``trained`` and all of ``left_out`` (by
+    reason). ``sequences`` hold them in ``tokens`` tokens; one for each call would have been ``calls``.
+    """
+
+    calls: int
+    sequences: int
+    sampled: int
+    trained: int
+    tokens: int
+    left_out: dict[str, int]
+    by_label: dict[str, LabelTokens]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -18,9 +18,21 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=
 Value = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 
 
+Step = Annotated[str, Field(min_length=1, max_length=65_536, pattern=r"^[^\x00]+$")]
+"""A command."""
+
+ServerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
+"""Of an MCP server: the names of its tools begin with it."""
+
+
+EnforcedLimit = Literal["memory_mb", "processes", "disk_mb", "cpus"]
+
+
 class Limits(Record):
     """Budgets of one attempt. Times are seconds of *active* time (queues and pauses don't count),
-    save ``wall_s``, which always holds."""
+    save ``wall_s``, which always holds. ``disk_mb`` bounds all that is written in a sandbox, ``file_mb`` one
+    file, ``cpus`` the processors it may keep busy. ``require`` names bounds that must hold for a sandbox as
+    a whole: a task whose runtime can't hold them here is refused."""
 
     init_s: PositiveS = 120
     run_s: PositiveS = 1800
@@ -33,6 +45,9 @@ class Limits(Record):
     memory_mb: Annotated[int, Field(ge=16, le=1 << 20)] = 2048
     processes: Annotated[int, Field(ge=4, le=32768)] = 256
     file_mb: Annotated[int, Field(ge=1, le=1 << 20)] = 512
+    disk_mb: Annotated[int, Field(ge=1, le=1 << 20)] = 2048
+    cpus: Annotated[float | None, Field(gt=0, le=4096)] = None
+    require: Annotated[list[EnforcedLimit], Field(max_length=8)] = []
 
 
 class AgentSpec(Record):
@@ -40,6 +55,18 @@ class AgentSpec(Record):
 
     name: Annotated[str, Field(min_length=1, max_length=256)] = "tool"
     options: JsonObject = {}
+
+
+class McpServer(Record):
+    """A server of tools (Model Context Protocol): a program in the sandbox that speaks over its stdin and
+    stdout (``command`` and its ``env``), or one reached by ``url``, for tasks with a network. ``tools``
+    are the ones wanted, all without it. A call may take ``Limits.command_s``, the start ``start_s``."""
+
+    command: Annotated[list[Value], Field(max_length=256)] = []
+    env: Annotated[dict[Variable, Value], Field(max_length=200)] = {}
+    url: Annotated[str | None, Field(pattern=r"^https?://[^\s]+$", max_length=2048)] = None
+    tools: Annotated[list[str] | None, Field(max_length=256)] = None
+    start_s: PositiveS = 30
 
 
 class GraderSpec(Record):
@@ -50,18 +77,23 @@ class GraderSpec(Record):
 
 
 class Task(Record):
-    """``files`` maps a path in the sandbox (relative to its working directory, or absolute) to text.
-    ``tools`` names built-in tools (``shell``, ``submit``) or Python functions
-    (``package.module:function``). ``artifacts`` are paths kept from the sandbox after the run.
+    """``prepare`` are commands that are run once on ``image``, without a network and before ``files`` are
+    there; what they leave is kept for every task with the same image and commands. ``files`` maps a path in
+    the sandbox (relative to its working directory, or absolute) to text.
+    ``tools`` names built-in tools (``shell``, ``submit``, …) or Python functions
+    (``package.module:function``); those of ``mcp_servers`` are there as ``<server>__<tool>``.
+    ``artifacts`` are paths kept from the sandbox after the run.
     ``metadata`` is echoed with the result and never read."""
 
     instruction: Annotated[str, Field(min_length=1, max_length=1_000_000)]
     image: Annotated[str, Field(min_length=1, max_length=4096)] = "host"
     runtime: str | None = None
+    prepare: Annotated[list[Step], Field(max_length=100)] = []
     files: Annotated[dict[Path, str], Field(max_length=1000)] = {}
     env: Annotated[dict[Variable, Value], Field(max_length=200)] = {}
     agent: AgentSpec = AgentSpec()
     tools: Annotated[list[str], Field(max_length=128)] = ["shell", "submit"]
+    mcp_servers: Annotated[dict[ServerName, McpServer], Field(max_length=16)] = {}
     grader: GraderSpec
     limits: Limits = Limits()
     artifacts: Annotated[list[Path], Field(max_length=100)] = []

@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from rollserve.agent.base import AgentResult, Episode, Toolbox
+from rollserve.agent.base import AgentResult, Episode, Toolbox, last_words
 from rollserve.errors import (
     AgentFailure,
     AttemptCancelled,
@@ -28,19 +28,20 @@ from rollserve.errors import (
     InfrastructureFailure,
     LimitReached,
     UnknownName,
+    forget_frames,
 )
 from rollserve.executor.base import StartAttempt
-from rollserve.gateway.base import Session, SessionSpec
-from rollserve.grader.base import Grade, Grading
+from rollserve.gateway.base import Ending, Session, SessionSpec
+from rollserve.grader.base import Grade, Grading, check_grade
 from rollserve.records.rollout import Attempt, Stage
 from rollserve.rollouts.attempt_log import AttemptLog
-from rollserve.rollouts.clock import ActiveTimer, Deadline
+from rollserve.rollouts.clock import ActiveTimer, Deadline, Judge
 from rollserve.rollouts.failures import boundary
-from rollserve.rollouts.holdings import Holdings
+from rollserve.rollouts.holdings import Holdings, WantedSandbox
 from rollserve.rollouts.keepsakes import Carried, collect_artifacts, pack, unpack
-from rollserve.rollouts.outcome import Cast, Outcome, check_grade, finished
+from rollserve.rollouts.outcome import Cast, Outcome, finished
 from rollserve.rollouts.stages import StagePools
-from rollserve.rollouts.worker_ports import AttemptObserver, WorkerPorts
+from rollserve.rollouts.worker_ports import AttemptObserver, Keeper, WorkerPorts
 from rollserve.sandbox.base import Sandbox, SandboxLimits, SandboxSpec
 from rollserve.store.base import Segment
 
@@ -59,6 +60,7 @@ class AttemptRunner:
         ports: WorkerPorts,
         pools: StagePools,
         observer: AttemptObserver,
+        keeper: Keeper | None = None,
     ) -> None:
         self._start = start
         self._task = start.task()
@@ -66,6 +68,7 @@ class AttemptRunner:
         self._segment = segment
         self._ports = ports
         self._observer = observer
+        self._keeper = keeper
         self._place = pools.place()
         self._turns = pools.turns
         limits = self._task.limits
@@ -101,6 +104,7 @@ class AttemptRunner:
             return None
         await self._seal()
         self._observer.stage_changed(self._start.attempt_id, Stage.DONE)
+        forget_frames(self._outcome.failure)
         return finished(self._outcome, self._ports.clock.now(), self._ports.bounds.detail_bytes)
 
     async def _play(self) -> Grade:
@@ -139,27 +143,40 @@ class AttemptRunner:
         grader = await ports.graders.resolve(task.grader)
         self._outcome.code = {**agent.code, **grader.code}
         made = agent.make(dict(task.agent.options)), grader.make(dict(task.grader.options))
-        sandbox = await self._new_sandbox()
+        wanted = self._wanted_sandbox(agent.mounts(dict(task.agent.options)))
+        sandbox = await self._held.open_sandbox(wanted)
         session = await ports.gateway.open_session(self._session_spec())
         self._held.hold_session(session)
         self._outcome.session = session
         return Cast(agent=made[0], grader=made[1], sandbox=sandbox, session=session)
 
-    async def _new_sandbox(self) -> Sandbox:
+    def _wanted_sandbox(self, mounts: dict[str, str] | None = None) -> WantedSandbox:
         """As the task wants it; closed by this attempt, and at the latest by its time to live."""
         task, ports = self._task, self._ports
         name = task.runtime or ports.default_runtime
         if name not in ports.runtimes:
             raise UnknownName("runtime", name, ports.runtimes, field="task.runtime")
         limits = SandboxLimits(
-            memory_mb=task.limits.memory_mb, processes=task.limits.processes, file_mb=task.limits.file_mb
+            memory_mb=task.limits.memory_mb,
+            processes=task.limits.processes,
+            file_mb=task.limits.file_mb,
+            disk_mb=task.limits.disk_mb,
+            cpus=task.limits.cpus,
         )
         files = {path: text.encode() for path, text in task.files.items()}
-        return await self._held.open_sandbox(
-            ports.runtimes[name],
-            SandboxSpec(image=task.image, files=files, env=dict(task.env), limits=limits),
+        kept_s = 0.0 if self._keeper is None else self._keeper.seconds
+        return WantedSandbox(
+            runtime=ports.runtimes[name],
+            spec=SandboxSpec(
+                image=task.image,
+                prepare=tuple(task.prepare),
+                files=files,
+                env=dict(task.env),
+                limits=limits,
+                mounts=mounts or {},
+            ),
             owner=self._start.attempt_id,
-            ttl_s=self._timer.wall_left_s + ports.bounds.ttl_margin_s + self._start.keep_sandbox_s,
+            ttl_s=self._timer.wall_left_s + ports.bounds.ttl_margin_s + kept_s,
         )
 
     def _session_spec(self) -> SessionSpec:
@@ -179,9 +196,17 @@ class AttemptRunner:
         await self._wait(self._place.to_run)
         self._enter(Stage.RUN)
         tools = await self._open_tools(cast.sandbox)
+        if cast.grader.carry is not None:
+            self._held.open_ahead(self._wanted_sandbox(), within_s=self._task.limits.init_s)
         limit_s = self._task.limits.run_s
         try:
-            result = await self._budgeted(Stage.RUN, "run_s", limit_s, lambda: self._run_agent(cast, tools))
+            result = await self._budgeted(
+                Stage.RUN,
+                "run_s",
+                limit_s,
+                lambda: self._run_agent(cast, tools),
+                judge=lambda: self._stalled(cast.session),
+            )
         except LimitReached as error:
             if error.limit == "wall_s":
                 return error
@@ -195,6 +220,15 @@ class AttemptRunner:
             result = AgentResult(answer=_said(cast.session), truncated_by=trouble.limit)
         self._outcome.result = result
         return None
+
+    async def _stalled(self, session: Session) -> InfrastructureFailure | None:
+        """Before the agent is stopped for its time: was it lost on a backend?"""
+        try:
+            async with Deadline(self._ports.clock, self._ports.bounds.judge_s):
+                return await session.stalled()
+        except Exception as error:  # an edge: a question that fails must not keep the agent from its end
+            self._log(f"whose time it was can't be told: {type(error).__name__}: {error}")
+            return None
 
     async def _open_tools(self, sandbox: Sandbox) -> Toolbox:
         """In the run stage, so that nobody in the ready buffer holds a process for tools; charged to
@@ -218,6 +252,9 @@ class AttemptRunner:
             base_url=session.base_url,
             api_key=session.secret,
             pause=self._timer.pause,
+            sandbox=cast.sandbox,
+            reach=lambda: self._held.open_route(self._ports.serve_session, session, cast.sandbox),
+            session=session,
         )
         passes = (InfrastructureFailure, LimitReached)
         with boundary("agent", AgentFailure, passes=passes, log=self._log):
@@ -232,14 +269,13 @@ class AttemptRunner:
     async def _harvest(self, cast: Cast, failed: EpisodeFailure | None) -> Carried:
         """Stop the agent's side for good, take what is to be kept, free sandbox and slot. Returns the
         files that the grader wants carried over."""
-        await self._held.stop_agent_side()
+        await self._held.stop_agent_side(self._session_ending())
         self._go_on()
         carried = Carried()
         if not isinstance(failed, LimitReached):
             carried = await self._collect(cast, carry=failed is None)
         self._keep_sandbox()
-        await self._held.close_sandboxes()
-        self._place.release()
+        await self._leave()
         return carried
 
     async def _collect(self, cast: Cast, *, carry: bool) -> Carried:
@@ -265,6 +301,11 @@ class AttemptRunner:
         if inexact and self._run.on_inexact == "fail":
             raise InexactTokens(
                 f"{inexact} calls are not token-exact, and the run says fail", operation="run"
+            )
+        rewritten = session.counts.get("rewritten", 0)
+        if rewritten and self._run.rewrites == "fail":
+            raise InexactTokens(
+                f"{rewritten} requests rewrote what came before, and the run says fail", operation="run"
             )
 
     # -- grade
@@ -296,13 +337,12 @@ class AttemptRunner:
         )
         with boundary("grade", GraderFailure, log=self._log):
             grade = await cast.grader.grade(grading)
-            check_grade(grade, grading.call_ids)
-        return grade
+            return check_grade(grade, grading.call_ids, operation="grade")
 
     async def _grading_sandbox(self, paths: tuple[str, ...] | None, carried: Carried) -> Sandbox | None:
         if paths is None:
             return None
-        sandbox = await self._new_sandbox()
+        sandbox = await self._held.take_ahead() or await self._held.open_sandbox(self._wanted_sandbox())
         with boundary("carry", InfrastructureFailure, log=self._log):
             name = self._start.attempt_id
             await unpack(sandbox, carried, paths, name=name, timeout_s=self._task.limits.grade_s)
@@ -311,16 +351,30 @@ class AttemptRunner:
     # -- release and end
     async def _release(self) -> None:
         """What is still held. Nothing here raises but a second cancel."""
-        await self._held.stop_agent_side()
+        await self._held.stop_agent_side(self._session_ending())
         if self._outcome.failure is not None and self._cancelled is None and not self._abandoned:
             self._keep_sandbox()
+        await self._held.drop_ahead()
+        await self._leave()
+
+    async def _leave(self) -> None:
+        """Give the slot back once the sandbox that took it is confirmed gone: one that won't close is left
+        to the worker, and the slot with it."""
         await self._held.close_sandboxes()
+        left = self._held.give_up_sandboxes()
+        if left:
+            self._observer.close_later(left, self._place.detach())
         self._place.release()
 
+    def _session_ending(self) -> Ending:
+        if self._abandoned:
+            return Ending.STOPPING
+        return Ending.ENDED if self._cancelled is None else Ending.CANCELLED
+
     def _keep_sandbox(self) -> None:
-        """Once, where it was asked for: leave the run sandbox open for somebody to look at."""
-        if self._start.keep_sandbox_s > 0 and self._outcome.kept_sandbox is None:
-            self._outcome.kept_sandbox = self._held.keep_sandbox(self._start.keep_sandbox_s)
+        """Once, where somebody wants to look inside."""
+        if self._keeper is not None and self._outcome.kept_sandbox is None:
+            self._outcome.kept_sandbox = self._held.hand_over(self._keeper)
 
     async def _seal(self) -> None:
         """A result whose payload is lost is none: it fails as ours, unless it had failed already."""
@@ -337,13 +391,20 @@ class AttemptRunner:
 
     # -- time, stages and cancels
     async def _budgeted(
-        self, stage: Stage, name: str, budget_s: float, work: Callable[[], Awaitable[T]]
+        self,
+        stage: Stage,
+        name: str,
+        budget_s: float,
+        work: Callable[[], Awaitable[T]],
+        *,
+        judge: Judge | None = None,
     ) -> T:
         """Do ``work`` charged to a stage's budget and, but for grading, to the attempt's. Grading has
         its own: what an agent did until ``total_s`` ran out is graded too."""
         timings = self._outcome.timings
         used_s = timings.get(stage.value, 0.0)
-        scope = self._timer.limit(name, budget_s - used_s, within_total=stage is not Stage.GRADE)
+        within_total = stage is not Stage.GRADE
+        scope = self._timer.limit(name, budget_s - used_s, within_total=within_total, judge=judge)
         try:
             async with scope:
                 return await work()
@@ -387,6 +448,5 @@ class AttemptRunner:
 
 
 def _said(session: Session) -> str | None:
-    """The model's last words: the answer of an agent that was stopped before it could give one."""
-    texts = (message.content.strip() for message in session.conversation() if message.role == "assistant")
-    return next((text for text in reversed(list(texts)) if text), None)
+    """The answer of an agent that was stopped before it could give one."""
+    return last_words(session.conversation())

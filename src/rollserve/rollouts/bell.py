@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 
+from rollserve.rollouts.clock import Clock
+
 
 class Bell:
     """``listen`` *before* looking; a ring between looking and waiting is then not lost."""
@@ -51,3 +53,13 @@ async def heard(event: asyncio.Event, timeout_s: float | None) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+async def heard_by(event: asyncio.Event, clock: Clock, due_s: float | None) -> None:
+    """Wait for the event; no longer than ``due_s`` on ``clock``, which sets the event itself."""
+    alarm = None if due_s is None else clock.call_later(due_s, event.set)
+    try:
+        await event.wait()
+    finally:
+        if alarm is not None:
+            alarm.cancel()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from rollserve.records.rollout import Rollout
-from rollserve.rollouts.bell import Bell, Bells
+from rollserve.rollouts.bell import Bell
 from rollserve.rollouts.ports import Ports
+from rollserve.rollouts.stops import GroupEnds, Stops
 from rollserve.rollouts.tally import Tally
 
 
@@ -20,20 +18,20 @@ class Cancelled:
     stopping: int
 
 
-class Stopper(Protocol):
-    """Whoever knows where rollouts run."""
-
-    def stop_rollouts(self, rollouts: Sequence[Rollout], reason: str) -> None: ...
-
-
 class Canceller:
     def __init__(
-        self, ports: Ports, stopper: Stopper, tally: Tally, *, finished: Bells, happened: Bell
+        self,
+        ports: Ports,
+        stops: Stops,
+        ends: GroupEnds,
+        tally: Tally,
+        *,
+        happened: Bell,
     ) -> None:
         self._store = ports.store
-        self._stopper = stopper
+        self._stops = stops
         self._tally = tally
-        self._finished = finished
+        self._ends = ends
         self._happened = happened
 
     async def cancel(
@@ -48,9 +46,9 @@ class Canceller:
         ended, running = await self._store.cancel_rollouts(
             rollout_id=rollout_id, group_id=group_id, run_id=run_id
         )
-        self._stopper.stop_rollouts(running, reason)
+        self._stops.stop_rollouts(running, reason)
         self._tally.add("rollouts_cancelled", len(ended))
         for run in {rollout.run_id for rollout in ended} | ({run_id} if run_id else set()):
-            self._finished.ring(run)
+            self._ends.unknown(run)
         self._happened.ring()
         return Cancelled(ended=len(ended), stopping=len(running))

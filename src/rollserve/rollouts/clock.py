@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol
 
-from rollserve.errors import LimitReached
+from rollserve.errors import EpisodeFailure, LimitReached
+
+Judge = Callable[[], Awaitable[EpisodeFailure | None]]
+"""Asked when a budget has run out, before the body is stopped: what it returns is raised instead of
+``LimitReached``. Must not raise, and bounds itself."""
+
+_ROUNDING_S = 1e-6
 
 
 class Cancellable(Protocol):
@@ -109,7 +115,8 @@ class ActiveTimer:
 
     Active time is charged inside ``limit`` scopes and outside ``pause`` only. ``total_s`` bounds the
     sum over the scopes that count toward it; ``wall_s`` runs from the timer's making. No scope polls:
-    each sleeps for what is left, looks again when it wakes, and sleeps on if pauses have moved its end.
+    each sleeps for what is left, looks again when it wakes, and sleeps on if pauses or refunds have moved
+    its end.
     """
 
     def __init__(self, clock: Clock, *, total_s: float, wall_s: float) -> None:
@@ -118,17 +125,16 @@ class ActiveTimer:
         self.wall_s = wall_s
         self._born = clock.monotonic()
         self._charged = 0.0
+        self._refunds: list[tuple[float, float]] = []
         self._mark = 0.0
         self._scopes: list[Limit] = []
         self._pauses = 0
         self._charging = 0
-        self._pause = _Pause(self)
 
     @property
     def active_s(self) -> float:
-        """Charged so far, over all scopes."""
-        running = self._clock.monotonic() - self._mark if self._running else 0.0
-        return self._charged + running
+        """Charged so far, over all scopes, and not taken back."""
+        return self._ever_charged() - sum(end - start for start, end in self._refunds)
 
     @property
     def wall_left_s(self) -> float:
@@ -144,13 +150,32 @@ class ActiveTimer:
 
     def pause(self) -> AbstractContextManager[None]:
         """Time inside is not charged. Pauses may nest and overlap."""
-        return self._pause
+        return _Pause(self)
 
-    def limit(self, name: str, seconds: float, *, within_total: bool = True) -> Limit:
+    def refundable(self) -> Callable[[], None]:
+        """Call what is returned to take back what was charged since; where refunds overlap, once."""
+        since = self._ever_charged()
+        return lambda: self._refund(since)
+
+    def _refund(self, since: float) -> None:
+        """Refunds are kept as stretches of charged time, apart and in order; none ends after now."""
+        until = self._ever_charged()
+        while self._refunds and self._refunds[-1][1] >= since:
+            since = min(since, self._refunds.pop()[0])
+        self._refunds.append((since, until))
+
+    def _ever_charged(self) -> float:
+        running = self._clock.monotonic() - self._mark if self._running else 0.0
+        return self._charged + running
+
+    def limit(
+        self, name: str, seconds: float, *, within_total: bool = True, judge: Judge | None = None
+    ) -> Limit:
         """``async with``: charge active time, and raise ``LimitReached(name)`` when ``seconds`` of it
         are used up, ``LimitReached("total_s")`` when the attempt's are (unless not ``within_total``),
-        ``LimitReached("wall_s")`` at the ceiling."""
-        return Limit(self, self._clock, name, seconds, within_total=within_total)
+        ``LimitReached("wall_s")`` at the ceiling. Before one of the first two, ``judge`` is asked; the
+        body goes on meanwhile, charged to nothing."""
+        return Limit(self, self._clock, name, seconds, within_total=within_total, judge=judge)
 
     def ceiling(self) -> Limit:
         """``async with``: a wait that is charged to nothing; only ``wall_s`` holds."""
@@ -189,13 +214,23 @@ class Limit:
     """One scope of an ``ActiveTimer``; see ``ActiveTimer.limit``. ``used_s`` is what it charged."""
 
     def __init__(
-        self, timer: ActiveTimer, clock: Clock, name: str, seconds: float | None, *, within_total: bool
+        self,
+        timer: ActiveTimer,
+        clock: Clock,
+        name: str,
+        seconds: float | None,
+        *,
+        within_total: bool,
+        judge: Judge | None = None,
     ) -> None:
         self._timer = timer
         self._clock = clock
         self._name = name
         self._seconds = seconds
         self._within_total = within_total
+        self._judge = judge
+        self._judging: asyncio.Task[None] | None = None
+        self._verdict: EpisodeFailure | None = None
         self._interrupt = _Interrupt()
         self._alarm: Cancellable | None = None
         self._asleep_for_pause = False
@@ -223,9 +258,13 @@ class Limit:
         if self._alarm is not None:
             self._alarm.cancel()
         self._timer.leave(self)
-        self.used_s = self._timer.active_s - self._started
-        if self._interrupt.caused(exc_type):
-            raise self._error(self._reached) from exc
+        self.used_s = max(0.0, self._timer.active_s - self._started)
+        ours = self._interrupt.caused(exc_type)
+        if self._judging is not None:
+            self._judging.cancel()
+            await asyncio.wait({self._judging})
+        if ours:
+            raise (self._verdict or self._error(self._reached)) from exc
 
     def resumed(self) -> None:
         """Charging goes on: wake for the budget again, if a pause had put that off."""
@@ -236,12 +275,15 @@ class Limit:
 
     def _nearest(self) -> tuple[str, float]:
         """The limit that runs out first, were charging to go on from now, and what is left of it."""
-        nearest = ("wall_s", self._timer.wall_left_s)
+        wall = ("wall_s", self._timer.wall_left_s)
         if self._seconds is None or self._timer.paused:
-            return nearest
+            return wall
+        return min(wall, self._budget(self._seconds), key=lambda pair: pair[1])
+
+    def _budget(self, seconds: float) -> tuple[str, float]:
+        """The nearest of those that count active time."""
         active = self._timer.active_s
-        left = self._seconds - (active - self._started)
-        nearest = min(nearest, (self._name, left), key=lambda pair: pair[1])
+        nearest = (self._name, seconds - (active - self._started))
         if self._within_total:
             nearest = min(nearest, ("total_s", self._timer.total_s - active), key=lambda pair: pair[1])
         return nearest
@@ -252,9 +294,25 @@ class Limit:
 
     def _wake(self) -> None:
         name, left = self._nearest()
-        if left > 1e-6:
+        if left > _ROUNDING_S:
             self._arm(left)
-            return
+        elif name == "wall_s" or self._judge is None or self._seconds is None:
+            self._reach(name)
+        else:
+            self._judging = asyncio.get_running_loop().create_task(self._ask(self._judge, self._seconds))
+
+    async def _ask(self, judge: Judge, seconds: float) -> None:
+        """Meanwhile the ceiling alone holds. Refunds may have moved the end when the verdict comes."""
+        with self._timer.pause():
+            self._arm(self._timer.wall_left_s)
+            verdict = await judge()
+            name, left = self._budget(seconds)
+            if self._interrupt.fired or (verdict is None and left > _ROUNDING_S):
+                return
+            self._verdict = verdict
+            self._reach(name)
+
+    def _reach(self, name: str) -> None:
         self._reached = name
         self._interrupt.fire()
 

@@ -1,7 +1,7 @@
 """The server without HTTP: the parts, wired, and their life.
 
-``policies``, ``runs``, ``groups``, ``deliveries``, ``trajectories``, ``events`` and ``status`` are what
-the API offers; the scheduler and its helpers work behind them.
+``policies``, ``updates``, ``runs``, ``groups``, ``deliveries``, ``trajectories``, ``drifts``, ``verifier``,
+``events`` and ``status`` are what the API offers; the scheduler and its helpers work behind them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from rollserve.errors import Unavailable
 from rollserve.rollouts.bell import Bell, Bells
 from rollserve.rollouts.board import Board
 from rollserve.rollouts.cancel import Canceller
+from rollserve.rollouts.deadlines import Deadlines
 from rollserve.rollouts.delivery import Deliveries, SampleMaker
+from rollserve.rollouts.drift import Drifts
 from rollserve.rollouts.endings import Endings
 from rollserve.rollouts.events import EventFeed
+from rollserve.rollouts.filters import Judge
 from rollserve.rollouts.fleet import Fleet
 from rollserve.rollouts.groups import Groups
 from rollserve.rollouts.policies import Policies
@@ -23,9 +26,14 @@ from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.recovery import Recovery, expire_leases, recover
 from rollserve.rollouts.runs import Runs, RunSpecs
 from rollserve.rollouts.scheduler import Scheduler
+from rollserve.rollouts.sources import Sources
 from rollserve.rollouts.status import Status
+from rollserve.rollouts.stops import GroupEnds, Stops
 from rollserve.rollouts.tally import LoopLag, Tally
+from rollserve.rollouts.templates import Templates
 from rollserve.rollouts.trajectories import Trajectories
+from rollserve.rollouts.updates import Updates
+from rollserve.rollouts.verify import Verifier
 
 log = logging.getLogger(__name__)
 
@@ -51,16 +59,25 @@ class Coordinator:
         self._fleet = Fleet()
         specs = RunSpecs(ports)
         self._maker = SampleMaker(ports, specs, self.tally)
-        self.policies = Policies(ports, changed=self._wake, happened=happened)
-        endings = Endings(
-            ports,
-            specs,
-            self._board,
-            self._fleet,
+        self._templates = Templates(ports, happened=happened)
+        self.policies = Policies(ports, self._templates, changed=self._wake, happened=happened)
+        self.updates = Updates(ports, self.policies, self._fleet)
+        judging, dated = Bell(), Bell()
+        stops = Stops(ports, self._board)
+        ends = GroupEnds(
+            stops,
             self.tally,
             finished=finished,
+            judging=judging,
+            dated=dated,
             freed=self._wake,
             happened=happened,
+        )
+        self._deadlines = Deadlines(ports, ends, self.tally, dated=dated)
+        self._judge = Judge(ports, specs, ends, self.tally, judging=judging)
+        self._sources = Sources(ports, specs, ends, self.tally, wake=self._wake)
+        endings = Endings(
+            ports, specs, self._board, self._fleet, ends, self.tally, freed=self._wake, happened=happened
         )
         self._scheduler = Scheduler(
             ports,
@@ -68,13 +85,17 @@ class Coordinator:
             self._board,
             self._fleet,
             endings,
+            stops,
             self.tally,
             wake=self._wake,
+            dated=dated,
             on_backend=self.policies.report,
         )
-        canceller = Canceller(ports, self._scheduler, self.tally, finished=finished, happened=happened)
-        self.runs = Runs(ports, specs, canceller, changed=self._wake, happened=happened)
-        self.groups = Groups(ports, canceller, self.tally, queued=self._wake, happened=happened)
+        canceller = Canceller(ports, stops, ends, self.tally, happened=happened)
+        self.runs = Runs(
+            ports, specs, canceller, opened=self._sources.opened, changed=self._wake, happened=happened
+        )
+        self.groups = Groups(ports, specs, canceller, self.tally, queued=self._wake, happened=happened)
         self.deliveries = Deliveries(
             ports,
             specs,
@@ -83,9 +104,12 @@ class Coordinator:
             self._maker,
             self.tally,
             finished=finished,
+            freed=self._wake,
             happened=happened,
         )
         self.trajectories = Trajectories(ports, self._maker)
+        self.drifts = Drifts(ports, self.trajectories)
+        self.verifier = Verifier(ports, self.trajectories)
         self.events = EventFeed(ports, happened=happened)
         self.status = Status(
             ports, self._board, self._fleet, self.deliveries, self.events, self.tally, self._lag
@@ -105,6 +129,11 @@ class Coordinator:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._scheduler.run(), name="scheduler")
                 tasks.create_task(self.events.run(), name="events")
+                tasks.create_task(self._templates.run(), name="templates")
+                tasks.create_task(self.updates.run(), name="updates")
+                tasks.create_task(self._deadlines.run(), name="deadlines")
+                tasks.create_task(self._judge.run(), name="filters")
+                tasks.create_task(self._sources.run(), name="sources")
                 tasks.create_task(self._lag.run(), name="loop lag")
                 tasks.create_task(expire_leases(self._ports, self.deliveries), name="leases")
         except BaseExceptionGroup:
@@ -127,8 +156,10 @@ class Coordinator:
             if self._life is not None:
                 await self._scheduler.settle(_SETTLE_S)
         finally:
+            await self.updates.close()
             await self._end_life()
             self._maker.close()
+            self.verifier.close()
 
     async def _end_life(self) -> None:
         life, self._life = self._life, None

@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 from rollserve.errors import LeaseLost, QueueFull
-from rollserve.records.call import Call
+from rollserve.gateway.samples import token_report
 from rollserve.records.delivery import Checkpoint, Lease
-from rollserve.records.rollout import Group, Rollout, RolloutState
+from rollserve.records.rollout import GroupState, Rollout, RolloutState
 from rollserve.records.run import RunSpec
-from rollserve.records.sample import Sample
+from rollserve.records.sample import Sample, TokenReport
 from rollserve.rollouts.bell import Bell, Bells, heard
 from rollserve.rollouts.groups import Groups
+from rollserve.rollouts.patience import patiently
 from rollserve.rollouts.policies import Policies
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.runs import RunSpecs
+from rollserve.rollouts.staleness import FinishedGroup, FinishedRollout, enforce
 from rollserve.rollouts.tally import Tally
+from rollserve.store.base import Page
 
 log = logging.getLogger(__name__)
 
@@ -40,52 +44,27 @@ _RELEASE_S = 5.0
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
     """A trainer's request. ``epoch`` None takes the trainer's current one, ``ttl_s`` None the
-    server's. ``weight`` is how much larger than its arrays the answer will be."""
+    server's; ``max_tokens`` bounds what the groups sampled together. ``weight`` is how much larger than
+    its arrays the answer will be."""
 
     trainer: str
     epoch: int | None = None
     max_groups: int = 16
+    max_tokens: int | None = None
     wait_s: float = 0.0
     ttl_s: float | None = None
     weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FinishedRollout:
-    """``note`` says why there are no samples of a rollout that should have some."""
-
-    rollout: Rollout
-    samples: list[Sample] = field(default_factory=list)
-    note: str | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(_size_bytes(sample) for sample in self.samples)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FinishedGroup:
-    group: Group
-    rollouts: list[FinishedRollout]
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(rollout.size_bytes for rollout in self.rollouts)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Delivered:
-    """``lease`` None: nothing finished in time. ``policy_version`` is the policy's now."""
+    """``lease`` None: nothing finished in time. ``policy_version`` is the policy's now. ``over``: nothing
+    will come any more; a code, and why."""
 
     lease: Lease | None
     groups: list[FinishedGroup]
     policy_version: int
-
-
-def _size_bytes(sample: Sample) -> int:
-    arrays = (sample.ids, sample.loss_mask, sample.logprobs, sample.versions, sample.rewards)
-    extras = sum(array.nbytes for array in sample.extras.values())
-    return extras + sum(array.nbytes for array in arrays) + len(sample.text or "")
+    over: tuple[str, str] | None = None
 
 
 class SampleMaker:
@@ -95,6 +74,7 @@ class SampleMaker:
         self._store = ports.store
         self._payloads = ports.payloads
         self._build = ports.build_samples
+        self._clock = ports.clock
         self._specs = specs
         self._tally = tally
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="samples")
@@ -106,36 +86,48 @@ class SampleMaker:
         """Never raises for what one rollout's data is like: the note says what was wrong with it."""
         if rollout.attempt_id is None or not _has_samples(rollout):
             return FinishedRollout(rollout=rollout)
-        run, _ = await self._specs.get(rollout.run_id)
+        run, _ = await patiently(self._clock, partial(self._specs.get, rollout.run_id))
         try:
-            samples, note = await self._samples(rollout, run)
+            samples, note, tokens = await self._samples(rollout, run)
         except Exception as error:  # a broken payload or a bug in the tree must not block the log
             log.exception("no samples of rollout %s", rollout.id)
             self._tally.add("payloads_unreadable")
             return FinishedRollout(rollout=rollout, note=f"{type(error).__name__}: {error}")
-        return FinishedRollout(rollout=rollout, samples=samples, note=note)
+        return FinishedRollout(rollout=rollout, samples=samples, note=note, tokens=tokens)
 
-    async def _samples(self, rollout: Rollout, run: RunSpec) -> tuple[list[Sample], str | None]:
+    async def _samples(
+        self, rollout: Rollout, run: RunSpec
+    ) -> tuple[list[Sample], str | None, TokenReport | None]:
         """With what was left out, and why."""
-        attempt = await self._store.get_attempt(rollout.attempt_id or "")
+        # A store that is only busy must not pass for a payload that can't be read.
+        asked = partial(self._store.get_attempt, rollout.attempt_id or "")
+        attempt = await patiently(self._clock, asked)
         if attempt.payload is None:
-            return [], "the attempt left no calls"
+            return [], "the attempt left no calls", None
         payload = await self._payloads.read(attempt.payload)
-        work: Callable[[], list[Sample]] = lambda: self._build(  # noqa: E731
-            payload.calls, rollout=rollout, run=run, call_rewards=payload.call_rewards
-        )
-        samples = await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        return samples, _left_out(payload.calls, samples)
+        calls = payload.calls
+
+        def work() -> tuple[list[Sample], TokenReport]:
+            made = self._build(calls, rollout=rollout, run=run, call_rewards=payload.call_rewards)
+            return made, token_report(calls, made, run)
+
+        samples, tokens = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return samples, _left_out(samples, tokens), tokens
 
 
-def _left_out(calls: Sequence[Call], samples: Sequence[Sample]) -> str | None:
-    """Calls whose sampled tokens are in no sample, with the causes."""
-    covered = {call_id for sample in samples for call_id in sample.call_ids}
-    missing = [call for call in calls if call.sampled_ids and call.id not in covered]
-    if not missing:
+def _left_out(samples: Sequence[Sample], tokens: TokenReport) -> str | None:
+    """Sampled tokens that are not trained, with the reasons; those that the run leaves out by its own rule
+    only where nothing else is there."""
+    ruled = ("label_", "side_policy")
+    left = {
+        name: count
+        for name, count in sorted(tokens.left_out.items())
+        if not samples or not name.startswith(ruled)
+    }
+    if not left:
         return None if samples else "it made no model call"
-    causes = sorted({call.inexact for call in calls if call.inexact})
-    return f"{len(missing)} of {len(calls)} calls are in no sample: {', '.join(causes) or 'inexact path'}"
+    reasons = ", ".join(f"{name} {count}" for name, count in left.items())
+    return f"{sum(left.values())} of {tokens.sampled} sampled tokens are not trained: {reasons}"
 
 
 def _has_samples(rollout: Rollout) -> bool:
@@ -144,8 +136,8 @@ def _has_samples(rollout: Rollout) -> bool:
 
 
 class Deliveries:
-    """``finished`` is rung by run when a group of it has finished; ``closing`` when the server
-    stops: waiting requests are then answered at once."""
+    """``finished`` is rung by run when a group of it has finished, ``freed`` when work may start that could
+    not before. ``close``: the server stops; waiting requests are answered at once."""
 
     def __init__(
         self,
@@ -157,6 +149,7 @@ class Deliveries:
         tally: Tally,
         *,
         finished: Bells,
+        freed: Bell,
         happened: Bell,
     ) -> None:
         self._store = ports.store
@@ -169,6 +162,7 @@ class Deliveries:
         self._maker = maker
         self._tally = tally
         self._finished = finished
+        self._freed = freed
         self._happened = happened
         self._answers = asyncio.Semaphore(_ANSWERS_AT_ONCE)
         self._waiting = 0
@@ -186,21 +180,20 @@ class Deliveries:
         """Up to ``max_groups`` finished groups, waiting up to ``wait_s`` for the first. Cancelling
         gives back what was leased. Raises ``NotFound``, ``StaleEpoch``, ``QueueFull``."""
         spec, _ = await self._specs.get(run_id)
-        lease = await self._wait(run_id, wanted)
-        groups: list[FinishedGroup] = []
-        if lease is not None:
-            lease, groups = await self._fill(lease, wanted, spec)
-        try:
-            policy = await self._policies.get(spec.policy)
-        except BaseException:
-            if lease is not None:
-                await self._give_back(lease.id)
-            raise
-        return Delivered(lease=lease, groups=groups, policy_version=policy.version)
+        until = asyncio.get_running_loop().time() + min(wanted.wait_s, self._settings.max_wait_s)
+        while True:
+            lease, over = await self._wait(run_id, wanted, until)
+            if lease is None:
+                version = (await self._policies.get(spec.policy)).version
+                return Delivered(lease=None, groups=[], policy_version=version, over=over)
+            delivered = await self._fill(lease, wanted, spec)
+            if delivered.groups:
+                return delivered
 
-    async def _wait(self, run_id: str, wanted: Wanted) -> Lease | None:
-        loop = asyncio.get_running_loop()
-        until = loop.time() + min(wanted.wait_s, self._settings.max_wait_s)
+    async def _wait(
+        self, run_id: str, wanted: Wanted, until: float
+    ) -> tuple[Lease | None, tuple[str, str] | None]:
+        """A lease; or none, and why none will come."""
         if self._waiting >= self._most_waiting:
             raise QueueFull(f"{self._most_waiting} trainers are waiting already", retry_after_s=1.0)
         self._waiting += 1
@@ -208,9 +201,12 @@ class Deliveries:
             while True:
                 rung = self._finished.listen(run_id)
                 lease = await self._next(run_id, wanted, wanted.max_groups)
-                left_s = until - loop.time()
-                if lease is not None or left_s <= 0 or self._closing:
-                    return lease
+                left_s = until - asyncio.get_running_loop().time()
+                if lease is not None:
+                    return lease, None
+                over = await self._store.run_over(run_id, wanted.trainer)
+                if over is not None or left_s <= 0 or self._closing:
+                    return None, over
                 await heard(rung, left_s)
         finally:
             self._waiting -= 1
@@ -222,6 +218,7 @@ class Deliveries:
                 wanted.trainer,
                 wanted.epoch,
                 limit=limit,
+                max_tokens=wanted.max_tokens,
                 ttl_s=wanted.ttl_s or self._settings.lease_ttl_s,
                 now=self._clock.now(),
             )
@@ -234,13 +231,13 @@ class Deliveries:
                 await self._give_back(lease.id)
             raise
 
-    async def _fill(
-        self, lease: Lease, wanted: Wanted, spec: RunSpec
-    ) -> tuple[Lease | None, list[FinishedGroup]]:
-        """Make the samples of as many of the leased groups as fit; the others are given back."""
+    async def _fill(self, lease: Lease, wanted: Wanted, spec: RunSpec) -> Delivered:
+        """Make the samples of as many of the leased groups as fit; the others are given back. What is too
+        old for the run is dealt with here, by the policy's version now."""
         held: Lease | None = lease
         try:
             async with self._answers:
+                version = (await self._policies.get(spec.policy)).version
                 groups = await self._assemble(lease, wanted.weight)
                 if len(groups) < len(lease.group_ids):
                     held = None
@@ -250,6 +247,8 @@ class Deliveries:
                     missing = [] if held is None else [g for g in held.group_ids if g not in made]
                     made |= {group_id: await self._group(group_id) for group_id in missing}
                     groups = [] if held is None else [made[group_id] for group_id in held.group_ids]
+                if held is not None:
+                    held, groups = await self._enforce(held, groups, spec, version)
         except BaseException:
             if held is not None:
                 await self._give_back(held.id)
@@ -260,7 +259,20 @@ class Deliveries:
             "samples_delivered", sum(len(rollout.samples) for group in groups for rollout in group.rollouts)
         )
         self._happened.ring()
-        return held, groups
+        return Delivered(lease=held, groups=groups, policy_version=version)
+
+    async def _enforce(
+        self, lease: Lease, groups: list[FinishedGroup], spec: RunSpec, version: int
+    ) -> tuple[Lease | None, list[FinishedGroup]]:
+        checked = enforce(groups, spec.staleness, version)
+        await self._store.note_lease(lease.id, checked.handed, checked.withheld)
+        if checked.withheld:
+            self._tally.add("groups_withheld", len(checked.withheld))
+            self._freed.ring()
+        if not checked.groups:
+            return None, []
+        left = [group.group.id for group in checked.groups]
+        return lease.model_copy(update={"group_ids": left}), checked.groups
 
     async def _assemble(self, lease: Lease, weight: float) -> list[FinishedGroup]:
         groups: list[FinishedGroup] = []
@@ -274,7 +286,12 @@ class Deliveries:
         return groups
 
     async def _group(self, group_id: str) -> FinishedGroup:
-        group, rollouts = await self._groups.get(group_id)
+        group, rollouts = await self._groups.get(group_id), await self._groups.rollouts_of(group_id)
+        if group.state is GroupState.FAILED:
+            note = f"its group has {group.usable} usable rollouts, of at least {group.rule.min_usable}"
+            return FinishedGroup(
+                group=group, rollouts=[FinishedRollout(rollout=each, note=note) for each in rollouts]
+            )
         places = asyncio.Semaphore(_ROLLOUTS_AT_ONCE)
 
         async def make(rollout: Rollout) -> FinishedRollout:
@@ -301,6 +318,8 @@ class Deliveries:
     async def ack(self, lease_id: str) -> Lease:
         """Raises ``LeaseLost`` for a lease that never was, has expired, or is fenced."""
         lease = await self._store.ack_lease(lease_id, now=self._clock.now())
+        self._finished.ring(lease.run_id)  # it may have been the last
+        self._freed.ring()
         self._happened.ring()
         return lease
 
@@ -339,6 +358,7 @@ class Deliveries:
         self._finished.ring(run_id)
         return epoch, policy.version, checkpoint
 
-    async def checkpoints(self, run_id: str, trainer: str) -> list[Checkpoint]:
-        await self._specs.get(run_id)
-        return await self._store.list_checkpoints(run_id, trainer)
+    async def checkpoints(
+        self, run_id: str, trainer: str, *, cursor: str | None = None, limit: int = 100
+    ) -> Page[Checkpoint]:
+        return await self._store.list_checkpoints(run_id, trainer, cursor=cursor, limit=limit)

@@ -98,6 +98,12 @@ class Fleet:
                     seen[name] = seen.get(name, 0) + value if adds else value
         return total
 
+    def quiet(self, backend_id: str, update_id: str) -> bool:
+        """Whether every worker has heard of the update and has nothing in flight on the backend."""
+        said = [worker.stats.backends if worker.stats else {} for worker in self._workers.values()]
+        facts = [each.get(backend_id, {}) for each in said]
+        return all(one.get("held") == update_id and one.get("in_flight") == 0 for one in facts)
+
     @property
     def loop_lag_ms_p99(self) -> float:
         return max((w.stats.loop_lag_ms_p99 for w in self._workers.values() if w.stats), default=0.0)

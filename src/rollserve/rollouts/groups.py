@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from rollserve.errors import InvalidInput
+from rollserve.records.control import GroupRule
 from rollserve.records.rollout import Attempt, Group, Rollout, RolloutState
+from rollserve.records.run import RunSpec
 from rollserve.records.task import Task
 from rollserve.rollouts.bell import Bell
 from rollserve.rollouts.cancel import Cancelled, Canceller
+from rollserve.rollouts.control import check_rule
+from rollserve.rollouts.pages import every
 from rollserve.rollouts.ports import Ports
-from rollserve.rollouts.runs import checked_key
+from rollserve.rollouts.runs import RunSpecs, checked_key
 from rollserve.rollouts.tally import Tally
 from rollserve.store.base import NewGroup, Page
 
@@ -27,24 +32,36 @@ class GroupRequest(Protocol):
     def task(self) -> Task: ...
     @property
     def num_rollouts(self) -> int: ...
+    @property
+    def rule(self) -> GroupRule | None:
+        """None: the run's."""
 
 
 class Groups:
     """``queued`` is rung when there is more to start; ``happened`` on any event."""
 
     def __init__(
-        self, ports: Ports, canceller: Canceller, tally: Tally, *, queued: Bell, happened: Bell
+        self,
+        ports: Ports,
+        specs: RunSpecs,
+        canceller: Canceller,
+        tally: Tally,
+        *,
+        queued: Bell,
+        happened: Bell,
     ) -> None:
         self._store = ports.store
         self._check_task = ports.check_task
         self._limits = ports.settings.api
+        self._specs = specs
         self._canceller = canceller
         self._tally = tally
         self._queued = queued
         self._happened = happened
 
-    async def check(self, groups: Sequence[GroupRequest]) -> None:
-        """Raises ``InvalidInput`` for the first thing that can't be run; nothing is started."""
+    async def check(self, groups: Sequence[GroupRequest], spec: RunSpec | None = None) -> None:
+        """Raises ``InvalidInput`` for the first thing that can't be run; nothing is started. Without
+        ``spec`` what a run's settings say is left open."""
         most = self._limits.max_groups_per_request
         if not 0 < len(groups) <= most:
             raise InvalidInput(f"1 to {most} groups in one request, not {len(groups)}", field="groups")
@@ -55,6 +72,14 @@ class Groups:
                     f"1 to {self._limits.max_rollouts_per_group}, not {group.num_rollouts}",
                     field=f"{where}.num_rollouts",
                 )
+            rule = group.rule or (spec.groups if spec else GroupRule())
+            check_rule(
+                rule,
+                spec or RunSpec(policy="any"),
+                num_rollouts=group.num_rollouts,
+                most_rollouts=self._limits.max_rollouts_per_group,
+                field=f"{where}.rule",
+            )
             await self._check_task(group.task, f"{where}.task")
             if index % _CHECKS_PER_TURN == _CHECKS_PER_TURN - 1:
                 await asyncio.sleep(0)
@@ -65,13 +90,15 @@ class Groups:
         """All or none; durable when this returns. With ``key`` the same groups come back when the
         request is sent again. Raises ``InvalidInput``, ``NotFound``, ``Conflict``, ``QueueFull``."""
         key = checked_key(key)
-        await self.check(groups)
+        spec, _ = await self._specs.get(run_id)
+        await self.check(groups, spec)
         new = [
             NewGroup(
                 task=group.task,
                 num_rollouts=group.num_rollouts,
                 key=None if key is None else f"{key}/{index}",
                 request_size=len(groups),
+                rule=group.rule or spec.groups,
             )
             for index, group in enumerate(groups)
         ]
@@ -81,22 +108,19 @@ class Groups:
         self._happened.ring()
         return stored
 
-    async def get(self, group_id: str) -> tuple[Group, list[Rollout]]:
-        return await self._store.get_group(group_id), await self.rollouts_of(group_id)
+    async def get(self, group_id: str) -> Group:
+        return await self._store.get_group(group_id)
+
+    async def counts(self, group_id: str) -> dict[str, int]:
+        """Its rollouts by state."""
+        return await self._store.group_counts(group_id)
 
     async def rollouts_of(self, group_id: str) -> list[Rollout]:
-        """All of a group's rollouts, by index."""
-        rollouts: list[Rollout] = []
-        cursor: str | None = None
-        while True:
-            page = await self._store.list_rollouts(group_id=group_id, cursor=cursor, limit=1000)
-            rollouts += page.items
-            if page.next is None:
-                return sorted(rollouts, key=lambda rollout: rollout.index)
-            cursor = page.next
+        """All of a group's rollouts, by index; ``api.max_rollouts_per_group`` bounds them."""
+        rollouts = await every(partial(self._store.list_rollouts, group_id=group_id))
+        return sorted(rollouts, key=lambda rollout: rollout.index)
 
     async def of_run(self, run_id: str, *, state: str | None, cursor: str | None, limit: int) -> Page[Group]:
-        await self._store.get_run(run_id)
         return await self._store.list_groups(run_id, state=state, cursor=cursor, limit=limit)
 
     async def rollouts(
@@ -112,14 +136,16 @@ class Groups:
             run_id=run_id, group_id=group_id, state=state, cursor=cursor, limit=limit
         )
 
-    async def rollout(self, rollout_id: str) -> tuple[Rollout, Task, list[Attempt]]:
+    async def rollout(self, rollout_id: str) -> tuple[Rollout, Task, Attempt | None]:
+        """With its task and its newest attempt."""
         rollout = await self._store.get_rollout(rollout_id)
         group = await self._store.get_group(rollout.group_id)
-        return rollout, group.task, await self._store.list_attempts(rollout_id)
+        return rollout, group.task, await self._store.last_attempt(rollout_id)
 
-    async def attempts(self, rollout_id: str) -> list[Attempt]:
-        await self._store.get_rollout(rollout_id)
-        return await self._store.list_attempts(rollout_id)
+    async def attempts(
+        self, rollout_id: str, *, cursor: str | None = None, limit: int = 100
+    ) -> Page[Attempt]:
+        return await self._store.list_attempts(rollout_id, cursor=cursor, limit=limit)
 
     async def cancel_group(self, group_id: str) -> Cancelled:
         await self._store.get_group(group_id)

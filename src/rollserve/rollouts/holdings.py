@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
 
 from rollserve.agent.base import Toolbox
 from rollserve.errors import InfrastructureFailure
-from rollserve.gateway.base import Session
+from rollserve.gateway.base import Ending, Session
 from rollserve.rollouts.attempt_log import AttemptLog
 from rollserve.rollouts.clock import Clock, Deadline
 from rollserve.rollouts.failures import boundary
-from rollserve.rollouts.worker_ports import AttemptObserver
+from rollserve.rollouts.worker_ports import AttemptObserver, Keeper, ServeSession
 from rollserve.sandbox.base import Runtime, Sandbox, SandboxSpec
 
 
+@dataclass(frozen=True, kw_only=True)
+class WantedSandbox:
+    """What is asked of a runtime."""
+
+    runtime: Runtime
+    spec: SandboxSpec
+    owner: str
+    ttl_s: float
+
+
 class Holdings:
-    """Session, tools and sandboxes. What is confirmed released is forgotten; what is not stays, and
+    """Session, tools, route and sandboxes. What is confirmed released is forgotten; what is not stays, and
     the next call tries it once more. ``errors`` are the releases that failed; while ``releasing``, the
     attempt's task should not be cancelled: half a release may be none."""
 
@@ -27,16 +39,57 @@ class Holdings:
         self._observer = observer
         self._session: Session | None = None
         self._tools: AsyncExitStack | None = None
+        self._route: AsyncExitStack | None = None
+        self._route_url = ""
         self._sandboxes: list[Sandbox] = []
+        self._ahead: asyncio.Task[Sandbox | None] | None = None
         self.errors: list[str] = []
         self.releasing = False
 
-    async def open_sandbox(self, runtime: Runtime, spec: SandboxSpec, *, owner: str, ttl_s: float) -> Sandbox:
-        with boundary("sandbox.start", InfrastructureFailure, log=self._log):
-            sandbox = await runtime.create(spec, owner=owner, ttl_s=ttl_s)
+    async def open_sandbox(self, wanted: WantedSandbox) -> Sandbox:
+        sandbox = await self._create(wanted)
         self._sandboxes.append(sandbox)
+        return sandbox
+
+    async def _create(self, wanted: WantedSandbox) -> Sandbox:
+        with boundary("sandbox.start", InfrastructureFailure, log=self._log):
+            sandbox = await wanted.runtime.create(wanted.spec, owner=wanted.owner, ttl_s=wanted.ttl_s)
         self._observer.count("sandbox_starts")
         return sandbox
+
+    def open_ahead(self, wanted: WantedSandbox, *, within_s: float) -> None:
+        """Begin to start a sandbox that ``take_ahead`` will be asked for; it is none of the others yet."""
+        self._ahead = asyncio.create_task(self._start_ahead(wanted, within_s), name=f"ahead-{wanted.owner}")
+
+    async def _start_ahead(self, wanted: WantedSandbox, within_s: float) -> Sandbox | None:
+        try:
+            async with Deadline(self._clock, within_s):
+                return await self._create(wanted)
+        except Exception as error:  # an edge: whoever needs it starts one of its own, and is told
+            self._log(f"no sandbox ahead: {type(error).__name__}: {error}")
+            return None
+
+    async def take_ahead(self) -> Sandbox | None:
+        """The sandbox that was started ahead, waited for; None when there is none. Cancelled, it is left to
+        ``drop_ahead``."""
+        if self._ahead is None:
+            return None
+        sandbox = await asyncio.shield(self._ahead)
+        self._ahead = None
+        if sandbox is not None:
+            self._sandboxes.append(sandbox)
+        return sandbox
+
+    async def drop_ahead(self) -> None:
+        """Stop what nobody took; what was there already is closed with the others."""
+        if self._ahead is None:
+            return
+        self._ahead.cancel()
+        if await self._release("sandbox.ahead", asyncio.wait({self._ahead})):
+            ahead, self._ahead = self._ahead, None
+            sandbox = None if ahead.cancelled() else ahead.result()
+            if sandbox is not None:
+                self._sandboxes.append(sandbox)
 
     async def open_tools(self, opening: AbstractAsyncContextManager[Toolbox]) -> Toolbox:
         self._tools = AsyncExitStack()
@@ -45,25 +98,42 @@ class Holdings:
     def hold_session(self, session: Session) -> None:
         self._session = session
 
-    async def stop_agent_side(self) -> None:
-        """Tools, then the session: generation has stopped before the sandbox goes."""
-        tools, session = self._tools, self._session
+    async def open_route(self, serve: ServeSession, session: Session, sandbox: Sandbox) -> str:
+        """From the sandbox to its session: the base URL there. Opened once."""
+        if self._route is None:
+            with boundary("route.open", InfrastructureFailure, log=self._log):
+                sock = await sandbox.listen()
+                self._route = AsyncExitStack()
+                self._route_url = await self._route.enter_async_context(serve(session, sock))
+        return self._route_url
+
+    async def stop_agent_side(self, ending: Ending) -> None:
+        """Tools, then the session and the way to it: generation has stopped before the sandbox goes.
+        ``ending`` is what the session tells an agent that goes on."""
+        tools, session, route = self._tools, self._session, self._route
         if tools is not None and await self._release("tools.close", tools.aclose()):
             self._tools = None
-        if session is not None and await self._release("session.close", session.close()):
+        if session is not None and await self._release("session.close", session.close(ending)):
             self._session = None
+        if route is not None and await self._release("route.close", route.aclose()):
+            self._route = None
 
     async def close_sandboxes(self) -> None:
         for sandbox in list(self._sandboxes):
             if await self._release("sandbox.close", sandbox.close()):
                 self._sandboxes.remove(sandbox)
 
-    def keep_sandbox(self, seconds: float) -> str | None:
-        """Leave the first sandbox open for somebody to look at; the observer closes it."""
+    def give_up_sandboxes(self) -> list[Sandbox]:
+        """Those that would not close; they are not held any more."""
+        left, self._sandboxes = self._sandboxes, []
+        return left
+
+    def hand_over(self, keeper: Keeper) -> str | None:
+        """Leave the first sandbox, if there is one, to its keeper."""
         if not self._sandboxes:
             return None
         sandbox = self._sandboxes.pop(0)
-        self._observer.keep(sandbox, seconds)
+        keeper.take(sandbox)
         return sandbox.id
 
     def note(self, trouble: str) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollserve.agent.base import Agent, AgentResult
-from rollserve.errors import AttemptCancelled, EpisodeFailure, GraderFailure
+from rollserve.errors import AttemptCancelled, EpisodeFailure
 from rollserve.executor.base import StartAttempt
 from rollserve.gateway.base import Session
 from rollserve.grader.base import Grade, Grader
 from rollserve.records.rollout import Attempt, Failure, RolloutState
-from rollserve.records.sample import is_reward
 from rollserve.rollouts.failures import failure_of, plain_json
 from rollserve.sandbox.base import Sandbox
 from rollserve.store.base import SealedPayload
@@ -47,19 +45,6 @@ class Outcome:
     timings: dict[str, float] = field(default_factory=dict)
     code: dict[str, str] = field(default_factory=dict)
     troubles: list[str] = field(default_factory=list)
-
-
-def check_grade(grade: Grade, call_ids: Sequence[str]) -> None:
-    """Raises ``GraderFailure`` for what is no grade: a reward must be a number that training can
-    use."""
-    if not isinstance(grade, Grade):
-        raise GraderFailure(f"returned {type(grade).__name__}, not Grade", operation="grade")
-    rewards = [grade.reward, *grade.call_rewards.values()]
-    if not all(isinstance(reward, (int, float)) and is_reward(reward) for reward in rewards):
-        raise GraderFailure(f"a reward is not a finite number: {rewards[:5]}", operation="grade")
-    unknown = sorted(set(grade.call_rewards).difference(call_ids))
-    if unknown:
-        raise GraderFailure(f"rewards for unknown calls: {', '.join(unknown[:5])}", operation="grade")
 
 
 def finished(outcome: Outcome, now: float, detail_bytes: int) -> Attempt:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 
-from rollserve.errors import BackendError, InvalidInput, NotFound
+from rollserve.errors import BackendError, Conflict, InvalidInput, NotFound
 from rollserve.executor.base import BackendReport, PolicyView
 from rollserve.gateway.rendering import check_renderer
 from rollserve.gateway.tokens import check_tokenizer
@@ -15,13 +18,23 @@ from rollserve.records.base import new_id
 from rollserve.records.policy import (
     Backend,
     BackendInfo,
+    BackendKind,
     BackendSpec,
     BackendState,
     Policy,
     PolicySpec,
 )
 from rollserve.rollouts.bell import Bell
+from rollserve.rollouts.pages import every
+from rollserve.rollouts.patience import patiently
 from rollserve.rollouts.ports import Ports
+from rollserve.rollouts.templates import Templates
+from rollserve.store.base import Page
+
+T = TypeVar("T")
+
+MAX_BACKENDS = 1000
+"""Of one policy: a worker is told all of them in one message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +54,27 @@ def backend_json(backend: Backend) -> bytes:
     return msgspec.json.encode(data)
 
 
+def _check_interface(spec: BackendSpec, policy: PolicySpec) -> None:
+    """The backends of a policy are spoken to alike: a session may move from one to another at any call."""
+    if spec.kind.interface != policy.interface:
+        kinds = [kind.value for kind in BackendKind if kind.interface == policy.interface]
+        raise InvalidInput(
+            f"a backend of kind {spec.kind.value!r} has the interface {spec.kind.interface!r}, and policy "
+            f"{policy.name!r} has {policy.interface!r}: one policy can't mix them",
+            field="kind",
+            hint=f"kinds with the policy's interface: {', '.join(kinds)}; or make another policy",
+        )
+
+
 class Policies:
     """``changed`` is rung when work may start that could not before; ``happened`` on any event."""
 
-    def __init__(self, ports: Ports, *, changed: Bell, happened: Bell) -> None:
+    def __init__(self, ports: Ports, templates: Templates, *, changed: Bell, happened: Bell) -> None:
         self._store = ports.store
+        self._clock = ports.clock
         self._executor = ports.executor
         self._probe = ports.probe_backend
+        self._templates = templates
         self._changed = changed
         self._happened = happened
         self._telling = asyncio.Lock()
@@ -57,22 +84,33 @@ class Policies:
 
     async def create(self, spec: PolicySpec) -> Policy:
         """The same spec again returns the policy as it is. Raises ``Conflict`` for another one,
-        ``InvalidInput`` for a renderer that there is not, or that has no such options."""
+        ``InvalidInput`` for a renderer that there is not, or that has no such options, and where there is no
+        tokenizer and tokens."""
         # A subclass (a request's body) would equal no stored specification.
         spec = PolicySpec.model_validate(spec.model_dump())
-        await asyncio.to_thread(check_renderer, spec.renderer)
-        await asyncio.to_thread(check_tokenizer, spec.tokenizer)
+        if spec.interface == "tokens":
+            await asyncio.to_thread(check_renderer, spec.renderer)
+        if spec.tokenizer is not None:
+            await asyncio.to_thread(check_tokenizer, spec.tokenizer)
+        elif spec.interface != "text":
+            raise InvalidInput(
+                f"a policy whose interface is {spec.interface!r} needs a tokenizer",
+                field="tokenizer",
+                hint="only one whose backends give text and no token ids (interface 'text') goes without",
+            )
         await self._store.create_policy(Policy(spec=spec))
+        self._templates.ask(spec.name)
         return await self.tell(spec.name)
 
     async def get(self, name: str) -> Policy:
         return await self._store.get_policy(name)
 
-    async def all(self) -> list[Policy]:
-        return await self._store.list_policies()
+    async def page(self, *, cursor: str | None = None, limit: int = 100) -> Page[Policy]:
+        return await self._store.list_policies(cursor=cursor, limit=limit)
 
     async def set_version(self, name: str, version: int, label: str | None) -> Policy:
-        """Raises ``VersionRegression``; the same version and label again changes nothing."""
+        """Raises ``VersionRegression``; ``Conflict`` while an update of the weights is open. The same version
+        and label again changes nothing."""
         await self._store.set_policy_version(name, version, label or str(version))
         return await self.tell(name)
 
@@ -81,15 +119,16 @@ class Policies:
         return await self.tell(name)
 
     async def tell(self, name: str) -> Policy:
-        """Send every worker the policy as it is now."""
+        """Send every worker the policy as it is now. What changed is committed by then, so a busy store
+        only delays the news."""
         async with self._telling:
-            policy = await self._store.get_policy(name)
-            backends = await self._store.list_backends(name)
+            policy = await self._patiently(partial(self._store.get_policy, name))
+            backends = await self._patiently(partial(self.registered, name))
             self._revision += 1
             self._executor.broadcast(
                 PolicyView(
                     revision=self._revision,
-                    policy_json=policy.model_dump_json().encode(),
+                    policy_json=policy.model_dump_json(exclude={"canary"}).encode(),
                     backends_json=[backend_json(backend) for backend in backends],
                 )
             )
@@ -98,19 +137,39 @@ class Policies:
         return policy
 
     async def tell_all(self) -> None:
-        for policy in await self._store.list_policies():
+        for policy in await every(self._store.list_policies):
             await self.tell(policy.spec.name)
+
+    async def registered(self, name: str) -> list[Backend]:
+        return (await self._store.list_backends(name, limit=MAX_BACKENDS)).items
+
+    async def shared_with(self, backend: Backend) -> str | None:
+        """Another policy that the same server is registered for."""
+        for other in await every(self._store.list_backends):
+            if other.spec.url == backend.spec.url and other.policy != backend.policy:
+                return other.policy
+        return None
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+        return await patiently(self._clock, ask)
 
     # -- backends
     async def register(self, name: str, spec: BackendSpec) -> Backend:
         """Probe first: nothing is kept of a URL that is no backend or serves another model. The same
-        URL again replaces its settings and makes it active."""
+        URL again replaces its settings and makes it active. Raises ``InvalidInput``, and ``Conflict`` for
+        one more than ``MAX_BACKENDS``."""
         policy = await self._store.get_policy(name)
+        _check_interface(spec, policy.spec)
         info = await self._checked(spec, policy.spec.model)
         async with self._changing:
-            known = {backend.spec.url: backend.id for backend in await self._store.list_backends(name)}
+            known = {backend.spec.url: backend.id for backend in await self.registered(name)}
+            if spec.url not in known and len(known) >= MAX_BACKENDS:
+                raise Conflict(
+                    f"policy {name!r} has {MAX_BACKENDS} backends", hint="remove those that are gone"
+                )
             backend = Backend(id=known.get(spec.url) or new_id("be"), policy=name, spec=spec, info=info)
             await self._store.put_backend(backend)
+        self._templates.ask(name)
         await self.tell(name)
         return backend
 
@@ -128,9 +187,9 @@ class Policies:
             raise InvalidInput(f"{spec.url} serves {serves}, not the policy's model {model!r}", field="url")
         return info
 
-    async def backends(self, name: str) -> list[Backend]:
+    async def backends(self, name: str, *, cursor: str | None = None, limit: int = 100) -> Page[Backend]:
         await self._store.get_policy(name)
-        return await self._store.list_backends(name)
+        return await self._store.list_backends(name, cursor=cursor, limit=limit)
 
     async def backend(self, name: str, backend_id: str) -> Backend:
         backend = await self._store.get_backend(backend_id)
@@ -153,6 +212,18 @@ class Policies:
             await self._store.delete_backend(backend_id)
         await self.tell(name)
 
+    async def fence(self, backend_id: str, why: str | None) -> None:
+        """It does not serve the weights it claims, and is not used; None: it does again. Workers hear of it
+        with the policy's next view."""
+        async with self._changing:
+            try:
+                backend = await self._patiently(partial(self._store.get_backend, backend_id))
+            except NotFound:
+                return
+            state = BackendState.ACTIVE if why is None else BackendState.FENCED
+            seen = backend.model_copy(update={"state": state, "error": why})
+            await self._patiently(partial(self._store.put_backend, seen))
+
     async def check(self, name: str, backend_id: str) -> BackendCheck:
         """Look at the backend now."""
         backend = await self.backend(name, backend_id)
@@ -164,15 +235,16 @@ class Policies:
         return BackendCheck(backend=backend, ok=True)
 
     async def report(self, report: BackendReport) -> None:
-        """A worker saw a backend fail or come back. One that drains, or is gone, stays so."""
+        """A worker saw a backend fail or come back. One that drains, is fenced or gone, stays so."""
         async with self._changing:
             try:
-                backend = await self._store.get_backend(report.backend_id)
+                backend = await self._patiently(partial(self._store.get_backend, report.backend_id))
             except NotFound:
                 return
             state = BackendState.ACTIVE if report.ok else BackendState.FAILED
-            if backend.state in (state, BackendState.DRAINING):
+            if backend.state in (state, BackendState.DRAINING, BackendState.FENCED):
                 return
             error = None if report.ok else report.detail
-            await self._store.put_backend(backend.model_copy(update={"state": state, "error": error}))
+            seen = backend.model_copy(update={"state": state, "error": error})
+            await self._patiently(partial(self._store.put_backend, seen))
         await self.tell(backend.policy)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+from rollserve.backend.base import Backend
+from rollserve.backend.control import Control
 from rollserve.config import Settings
 from rollserve.executor.base import Executor
 from rollserve.records.call import Call
-from rollserve.records.policy import BackendInfo, BackendSpec
+from rollserve.records.policy import BackendInfo, BackendSpec, PolicySpec, TemplateFinding
 from rollserve.records.rollout import Rollout
 from rollserve.records.run import RunSpec
 from rollserve.records.sample import Sample
 from rollserve.records.task import Task
 from rollserve.rollouts.clock import Clock, SystemClock
-from rollserve.store.base import PayloadStore, Store
+from rollserve.store.base import PayloadStore, Store, TaskLines
 
 
 class SampleBuilder(Protocol):
@@ -31,7 +33,12 @@ class SampleBuilder(Protocol):
 class Ports:
     """``check_task(task, field)`` raises ``InvalidInput`` whose field begins with ``field``.
     ``probe_backend(spec, model)`` says what answers at a URL; it raises ``InvalidInput`` (field
-    ``url``) or ``BackendError``. ``jitter`` is a number in [0, 1)."""
+    ``url``) or ``BackendError``. ``open_backend(spec, model)`` is a client of one, to be closed.
+    ``open_control(spec, shared_with)`` is what pauses one, to be closed; ``shared_with`` another policy that
+    it serves. ``probe_template`` never raises for what a policy's template is like; bounded.
+    ``open_tasks(path)`` reads a file of tasks; it blocks, and raises ``InvalidInput``.
+    ``check_filter(path, field)`` is of the user's functions, ``keeps(path, arguments)`` asks one; it raises
+    whatever went wrong. ``jitter`` is a number in [0, 1)."""
 
     store: Store
     payloads: PayloadStore
@@ -39,6 +46,12 @@ class Ports:
     settings: Settings
     check_task: Callable[[Task, str], Awaitable[None]]
     probe_backend: Callable[[BackendSpec, str], Awaitable[BackendInfo]]
+    open_backend: Callable[[BackendSpec, str], Backend]
+    open_control: Callable[[BackendSpec, str | None], Control]
+    probe_template: Callable[[PolicySpec], Awaitable[TemplateFinding]]
     build_samples: SampleBuilder
+    open_tasks: Callable[[str], TaskLines]
+    check_filter: Callable[[str, str], Awaitable[None]]
+    keeps: Callable[[str, dict[str, Any]], Awaitable[bool]]
     clock: Clock = field(default_factory=SystemClock)
     jitter: Callable[[], float] = random.random

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 
+from rollserve.errors import RollserveError
 from rollserve.rollouts.delivery import Deliveries
 from rollserve.rollouts.ports import Ports
+from rollserve.rollouts.salvage import salvaged
+from rollserve.store.base import SealedPayload
 
 log = logging.getLogger(__name__)
 
 EXPIRE_EVERY_S = 2.0
+_SALVAGED_AT_ONCE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +29,35 @@ class Recovery:
 
 async def recover(ports: Ports, deliveries: Deliveries) -> Recovery:
     """Before any worker starts: there is no attempt yet that could be mistaken for a dead one."""
-    requeued = await ports.store.recover(ports.clock.now())
+    requeued = await ports.store.recover(ports.clock.now(), await _salvage(ports))
+    await ports.store.end_due_groups(ports.clock.now())  # before they are started in vain
     expired = await deliveries.expire()
     removed = await ports.payloads.sweep(await ports.store.list_payloads())
     if requeued or removed:
         log.info("after the last stop: %d rollouts run again, %d payloads removed", requeued, removed)
     return Recovery(requeued=requeued, leases_expired=expired, payloads_removed=removed)
+
+
+async def _salvage(ports: Ports) -> dict[str, SealedPayload]:
+    """What interrupted attempts had recorded, by attempt; sealed before the store hears of their end, so
+    that a start which is cut short finds them again."""
+    places = asyncio.Semaphore(_SALVAGED_AT_ONCE)
+    found: dict[str, SealedPayload] = {}
+
+    async def salvage(run_id: str, attempt_id: str) -> None:
+        try:
+            async with places:
+                payload = await salvaged(ports.payloads, run_id, attempt_id)
+        except RollserveError as error:
+            log.warning("the record of interrupted attempt %s can't be kept: %s", attempt_id, error)
+            return
+        if payload is not None:
+            found[attempt_id] = payload
+
+    async with asyncio.TaskGroup() as tasks:
+        for run_id, attempt_id in await ports.store.list_interrupted():
+            tasks.create_task(salvage(run_id, attempt_id))
+    return found
 
 
 async def expire_leases(ports: Ports, deliveries: Deliveries) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollserve.backoff import backoff_s
 from rollserve.errors import FailureKind
 from rollserve.records.rollout import Attempt, Failure, RolloutState
-from rollserve.records.run import RetrySettings, RunSpec
+from rollserve.records.run import RunSpec
 from rollserve.store.base import Finish
 
 FREE_LOSSES = 5
@@ -18,6 +19,9 @@ OVERDUE = "overdue"
 STOPPED = "stopped_by_worker"
 INTERRUPTIONS = (WORKER_LOST, OVERDUE, STOPPED)
 """Codes of failures that say nothing about the attempt itself."""
+
+STRAGGLER = "straggler"
+"""Replaced by another try, which counts: its group's rule says how long one may run."""
 
 NOT_SENT = "not_sent"
 """No worker ever had the attempt; not even an interruption."""
@@ -31,12 +35,6 @@ class Past:
     tries: int
     interruptions: int
     cancelled: bool
-
-
-def backoff_s(retry: RetrySettings, tries: int, jitter: float) -> float:
-    """Exponential in the tries made, spread over its upper half so that siblings don't meet again."""
-    delay_s = min(retry.max_backoff_s, retry.backoff_s * 2.0 ** min(tries - 1, 60))
-    return delay_s * (0.5 + jitter / 2)
 
 
 def decide(attempt: Attempt, run: RunSpec, past: Past, *, now: float, jitter: float) -> Finish:
@@ -53,13 +51,12 @@ def decide(attempt: Attempt, run: RunSpec, past: Past, *, now: float, jitter: fl
     counts = not interrupted or past.interruptions >= FREE_LOSSES
     tries = past.tries + counts
     if failure.retryable and tries < run.retry.max_attempts:
-        wait_s = (
-            0.0 if interrupted and not past.interruptions else backoff_s(run.retry, max(tries, 1), jitter)
-        )
+        retry, at_once = run.retry, interrupted and not past.interruptions
+        wait_s = backoff_s(max(tries, 1), retry.backoff_s, retry.max_backoff_s, jitter=jitter)
         return Finish(
             attempt=attempt,
             target=RolloutState.QUEUED,
-            not_before=now + wait_s if wait_s else 0.0,
+            not_before=0.0 if at_once or not wait_s else now + wait_s,
             counts_as_try=counts,
         )
     reward = run.reward_for(failure.kind)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 
 from rollserve.errors import Conflict, InvalidInput, NotFound, UnknownName
 from rollserve.records.base import new_id
-from rollserve.records.run import Run, RunSpec, RunState
+from rollserve.records.run import Run, RunSpec, RunState, SourceStatus
 from rollserve.records.sample import is_reward
 from rollserve.rollouts.bell import Bell
 from rollserve.rollouts.cancel import Cancelled, Canceller
+from rollserve.rollouts.control import check_spec
 from rollserve.rollouts.ports import Ports
-from rollserve.store.base import Page
+from rollserve.store.base import Bin, Page
 
 _MAX_KEY = 200
 _CLOSED = "the run was closed"
@@ -43,7 +45,8 @@ class RunSpecs:
         known = self._known.get(run_id)
         if known is None:
             spec = (await self._store.get_run(run_id)).spec
-            known = self._known[run_id] = (spec, spec.model_dump_json().encode())
+            told = spec.model_dump_json(exclude={"source"})  # its tasks are nothing to a worker
+            known = self._known[run_id] = (spec, told.encode())
             while len(self._known) > self._KEPT:
                 self._known.popitem(last=False)
         self._known.move_to_end(run_id)
@@ -54,16 +57,27 @@ class RunSpecs:
 
 
 class Runs:
-    """``changed`` is rung when work may start that could not before; ``happened`` on any event."""
+    """``opened`` makes a run's task source. ``changed`` is rung when work may start that could not before;
+    ``happened`` on any event."""
 
     def __init__(
-        self, ports: Ports, specs: RunSpecs, canceller: Canceller, *, changed: Bell, happened: Bell
+        self,
+        ports: Ports,
+        specs: RunSpecs,
+        canceller: Canceller,
+        *,
+        opened: Callable[[RunSpec], Awaitable[SourceStatus | None]],
+        changed: Bell,
+        happened: Bell,
     ) -> None:
         self._store = ports.store
         self._payloads = ports.payloads
         self._clock = ports.clock
         self._specs = specs
         self._canceller = canceller
+        self._check_filter = ports.check_filter
+        self._most_rollouts = ports.settings.api.max_rollouts_per_group
+        self._opened = opened
         self._changed = changed
         self._happened = happened
         self._opening = asyncio.Lock()
@@ -88,7 +102,8 @@ class Runs:
         return known
 
     async def _create(self, run: Run) -> Run:
-        await self._store.create_run(run)
+        run = await self._store.create_run(run, await self._opened(run.spec))
+        self._changed.ring()
         self._happened.ring()
         return run
 
@@ -96,11 +111,20 @@ class Runs:
         for kind, reward in dict(spec.failure_rewards).items():
             if not is_reward(reward):
                 raise InvalidInput("a reward must be finite as float32", field=f"failure_rewards.{kind}")
+        check_spec(spec, most_rollouts=self._most_rollouts)
+        for index, rule in enumerate(spec.filters):
+            if ":" in rule.name:
+                await self._check_filter(rule.name, f"filters.{index}.name")
+        await self._check_policy(spec.policy, "policy")
+        if spec.side_policy is not None:
+            await self._check_policy(spec.side_policy, "side_policy")
+
+    async def _check_policy(self, name: str, field: str) -> None:
         try:
-            await self._store.get_policy(spec.policy)
+            await self._store.get_policy(name)
         except NotFound as error:
-            known = [policy.spec.name for policy in await self._store.list_policies()]
-            raise UnknownName("policy", spec.policy, known, field="policy") from error
+            known = [policy.spec.name for policy in (await self._store.list_policies()).items]
+            raise UnknownName("policy", name, known, field=field) from error
 
     async def get(self, run_id: str) -> Run:
         return await self._store.get_run(run_id)
@@ -111,6 +135,13 @@ class Runs:
     async def counts(self, run_id: str) -> dict[str, int]:
         await self._specs.get(run_id)
         return await self._store.run_counts(run_id)
+
+    async def bins(self, run_id: str) -> dict[str, dict[str, Bin]]:
+        """What became of its tokens, and its other histograms."""
+        return await self._store.run_bins(run_id)
+
+    async def source(self, run_id: str) -> SourceStatus | None:
+        return await self._store.source(run_id)
 
     async def pause(self, run_id: str) -> Run:
         """Nothing new starts; what runs goes on."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from rollserve.executor.base import (
     AttemptEnded,
     BackendReport,
-    CancelAttempt,
     FromWorker,
     StageChanged,
     StartAttempt,
@@ -22,14 +22,16 @@ from rollserve.executor.base import (
     WorkerLost,
     WorkerStats,
 )
-from rollserve.records.rollout import Attempt, Rollout, RolloutState
-from rollserve.rollouts.bell import Bell
+from rollserve.records.rollout import Attempt, RolloutState
+from rollserve.rollouts.bell import Bell, heard_by
 from rollserve.rollouts.board import Board, Running
 from rollserve.rollouts.endings import Endings
 from rollserve.rollouts.fleet import Fleet
+from rollserve.rollouts.patience import patiently
 from rollserve.rollouts.ports import Ports
-from rollserve.rollouts.retries import NOT_SENT, OVERDUE, WORKER_LOST
+from rollserve.rollouts.retries import NOT_SENT, OVERDUE, STRAGGLER, WORKER_LOST
 from rollserve.rollouts.runs import RunSpecs
+from rollserve.rollouts.stops import Stops
 from rollserve.rollouts.tally import Tally
 from rollserve.store.base import Start
 
@@ -56,9 +58,11 @@ class Scheduler:
         board: Board,
         fleet: Fleet,
         endings: Endings,
+        stops: Stops,
         tally: Tally,
         *,
         wake: Bell,
+        dated: Bell,
         on_backend: Callable[[BackendReport], Awaitable[None]],
     ) -> None:
         self._store = ports.store
@@ -68,8 +72,10 @@ class Scheduler:
         self._board = board
         self._fleet = fleet
         self._endings = endings
+        self._stops = stops
         self._tally = tally
         self._wake = wake
+        self._dated = dated
         self._on_backend = on_backend
         self._stopping = False
         self._tasks: asyncio.TaskGroup | None = None
@@ -104,13 +110,16 @@ class Scheduler:
                 log.exception("could not start rollouts; again in %g s", self._RETRY_S)
                 self._tally.add("store_errors")
                 due_s = self._RETRY_S
-            await self._until(rung, due_s)
+            await heard_by(rung, self._clock, due_s)
+            await asyncio.sleep(self._GATHER_S)
 
     async def _admit_due(self) -> float | None:
         """Start what there is room for; returns in how many seconds to look again by itself."""
         while not self._stopping and (free := self._fleet.free) > 0:
             limit = min(free, self._BATCH)
             starts = await self._store.start_rollouts(self._clock.now(), limit)
+            if any(start.rule.deadline_s is not None for start in starts):
+                self._dated.ring()
             for index, start in enumerate(starts):
                 await self._dispatch(start)
                 if index % self._PER_TURN == self._PER_TURN - 1:
@@ -120,20 +129,11 @@ class Scheduler:
                 return None if due is None else max(0.0, due - self._clock.now())
         return None
 
-    async def _until(self, rung: asyncio.Event, due_s: float | None) -> None:
-        alarm = None if due_s is None else self._clock.call_later(due_s, rung.set)
-        try:
-            await rung.wait()
-        finally:
-            if alarm is not None:
-                alarm.cancel()
-        await asyncio.sleep(self._GATHER_S)
-
     async def _dispatch(self, start: Start) -> None:
         running = Running(start=start, worker_id="", since=self._clock.now())
         self._board.put(running)
         try:
-            _, run_json = await self._specs.get(start.rollout.run_id)
+            _, run_json = await patiently(self._clock, partial(self._specs.get, start.rollout.run_id))
         except Exception as error:  # started in the store, so it must end there
             self._spawn(self._endings.lost(running, NOT_SENT, f"not sent: {error}"))
             return
@@ -150,20 +150,6 @@ class Scheduler:
     def _asked(self, start: Start) -> bool:
         """Cancelled between the store's start and the worker's."""
         return self._board.asked(start.rollout.id) is not None
-
-    # -- cancelling
-    def stop_rollouts(self, rollouts: Sequence[Rollout], reason: str) -> None:
-        """Running rollouts are to end; their workers are told, the rest follows from their report."""
-        for rollout in rollouts:
-            new = self._board.ask_cancel(rollout.id, reason, self._clock.now())
-            running = self._board.of_rollout(rollout.id)
-            if new and running is not None:
-                self._cancel(running, reason)
-
-    def _cancel(self, running: Running, reason: str) -> None:
-        self._executor.send(
-            running.worker_id, CancelAttempt(attempt_id=running.start.attempt_id, reason=reason)
-        )
 
     # -- reports
     async def _listen(self) -> None:
@@ -214,15 +200,34 @@ class Scheduler:
             await self._clock.sleep(self._WATCH_S)
             now = self._clock.now()
             for attempt_id, running in self._board:
-                if attempt_id not in self._board.ending and now > self._deadline(running):
-                    self._cancel(running, "overdue")
+                if attempt_id in self._board.ending:
+                    continue
+                if now > self._deadline(running):
+                    self._stops.stop(running, "overdue")
                     self._spawn(self._endings.lost(running, OVERDUE, "its worker did not report its end"))
+                elif self._late(running, now):
+                    self._spawn(self._replace(running))
             self._board.forget_old_cancels(now - self._OVERDUE_S)
 
     def _deadline(self, running: Running) -> float:
         asked = self._board.asked(running.start.rollout.id)
         end = running.since + running.start.task.limits.wall_s
         return (end if asked is None else min(end, asked.at)) + self._OVERDUE_S
+
+    def _late(self, running: Running, now: float) -> bool:
+        """Whether it is a straggler that is to be tried anew."""
+        rule = running.start.rule
+        late_s = rule.straggler_s if rule.stragglers == "replace" else None
+        return late_s is not None and now > running.since + late_s and not self._asked(running.start)
+
+    async def _replace(self, running: Running) -> None:
+        """Stop the attempt and try its rollout anew, if that may be tried again."""
+        rollout, late_s = running.start.rollout, running.start.rule.straggler_s
+        run, _ = await patiently(self._clock, partial(self._specs.get, rollout.run_id))
+        if rollout.attempts + 1 < run.retry.max_attempts:
+            self._stops.stop(running, "straggler")
+            self._tally.add("stragglers_replaced")
+            await self._endings.lost(running, STRAGGLER, f"it had not ended after {late_s:g} s")
 
     def _spawn(self, work: Awaitable[None]) -> None:
         if self._tasks is None:

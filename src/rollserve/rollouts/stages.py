@@ -170,6 +170,12 @@ class Place:
         await self._pools.enter_grade()
         self.stage = Stage.GRADE
 
+    def detach(self) -> Callable[[], None]:
+        """Hold nothing any more; what is returned gives back what was held, for somebody else to call."""
+        held = Place(self._pools)
+        held.stage, self.stage = self.stage, None
+        return held.release
+
     def release(self) -> None:
         """Give back what is held. Idempotent."""
         stage, self.stage = self.stage, None

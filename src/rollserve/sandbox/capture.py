@@ -5,6 +5,8 @@ Memory stays within about twice the limit however much a command prints.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class Capture:
     """Collects bytes; ``text()`` is at most ``limit_bytes`` of them plus a note of what was elided."""
@@ -49,3 +51,14 @@ class Capture:
         if excess > 0:
             del self._tail[:excess]
             self._dropped_bytes += excess
+
+
+class Watched(Capture):
+    """Hands on what a command prints, and keeps none of it."""
+
+    def __init__(self, hand_on: Callable[[bytes], None]) -> None:
+        super().__init__(0)
+        self._hand_on = hand_on
+
+    def feed(self, data: bytes) -> None:
+        self._hand_on(data)

@@ -1,7 +1,5 @@
-"""From an image to the arguments that lay its root file system out for bubblewrap.
-
-``host`` is ``/usr`` and ``/etc`` of this machine under private overlays; an absolute path is a folder
-that holds a root file system.
+"""What can be an image without being in the cache: ``host``, which is ``/usr`` and ``/etc`` of this machine,
+and a folder that holds a root file system; and what of the host a sandbox may not see.
 """
 
 from __future__ import annotations
@@ -14,8 +12,6 @@ from pathlib import Path
 from rollserve.errors import InvalidInput
 
 HOST = "host"
-_HOST_ENTRIES = ("usr", "etc", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
-_OWN_MOUNTS = frozenset({"proc", "dev", "sys", "tmp", "run", "workspace", "lost+found"})
 ROOT_BYTES = 64 << 20
 
 
@@ -47,32 +43,6 @@ def first_barred(path: Path, *, uid: int) -> Path | None:
         if not info.st_mode & bit and uid != 0 and uid != os.geteuid():
             return folder
     return None
-
-
-def layout(image: str, *, uid: int, overlays: bool) -> list[str]:
-    """Arguments that mount the image at ``/`` with private writes."""
-    root = Path("/" if image == HOST else image)
-    if image != HOST and overlays and root.stat().st_uid == uid:
-        return ["--overlay-src", str(root), "--tmp-overlay", "/"]
-    names = _HOST_ENTRIES if image == HOST else tuple(sorted(os.listdir(root)))
-    arguments = ["--size", str(ROOT_BYTES), "--tmpfs", "/"]
-    for name in names:
-        arguments += _entry(root / name, f"/{name}", overlays=overlays)
-    return arguments
-
-
-def _entry(source: Path, place: str, *, overlays: bool) -> list[str]:
-    """One top-level entry: a root folder that another user owns can't be an overlay's top, since the
-    sandbox's own mount points could not be made in it."""
-    if source.name in _OWN_MOUNTS:
-        return []
-    if source.is_symlink():
-        return ["--symlink", os.readlink(source), place]
-    if source.is_dir():
-        if overlays:
-            return ["--overlay-src", str(source), "--tmp-overlay", place]
-        return ["--ro-bind", str(source), place]
-    return ["--ro-bind", str(source), place] if source.is_file() else []
 
 
 def masks(folder: Path) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
 from uuid import uuid4
 
 from rollserve.errors import InvalidInput, SandboxError, TooLarge
-from rollserve.sandbox.base import WORKDIR, ExecResult, RuntimeReport, SandboxSpec
+from rollserve.sandbox.base import WORKDIR, Console, ExecResult, Program, RuntimeReport, SandboxSpec
 
 
 class NoneSandbox:
@@ -32,6 +34,18 @@ class NoneSandbox:
         self, command: str, *, timeout_s: float = 60.0, output_limit_bytes: int = 65536
     ) -> ExecResult:
         self._refuse("sandbox.exec")
+
+    async def run(self, command: str, *, timeout_s: float, on_output: Callable[[bytes], None]) -> int | None:
+        self._refuse("sandbox.run")
+
+    async def spawn(self, command: str, *, on_errors: Callable[[bytes], None]) -> Program:
+        self._refuse("sandbox.spawn")
+
+    async def open_console(self) -> Console:
+        self._refuse("sandbox.spawn")
+
+    async def listen(self) -> socket.socket:
+        self._refuse("sandbox.listen")
 
     async def read_file(self, path: str, *, limit_bytes: int = 16 << 20) -> bytes:
         self._check_open()
@@ -85,6 +99,8 @@ class NoneRuntime:
 
     async def create(self, spec: SandboxSpec, *, owner: str, ttl_s: float) -> NoneSandbox:
         self.check_image(spec.image)
+        if spec.prepare:
+            raise InvalidInput("the runtime none prepares no images", field="prepare")
         sandbox = NoneSandbox(spec.files, ttl_s=ttl_s)
         self._sandboxes = [known for known in self._sandboxes if known.is_open]
         self._sandboxes.append(sandbox)

@@ -8,10 +8,6 @@ import os
 import struct
 import termios
 from collections import deque
-from collections.abc import Coroutine
-from typing import Any, TypeVar
-
-T = TypeVar("T")
 
 
 class PipeFeeder:
@@ -27,14 +23,30 @@ class PipeFeeder:
         self._loop = loop
         self._queue: deque[memoryview] = deque()
         self._waiting = False
-        self._closed = False
+        self._ending = False
+        self._drained: asyncio.Future[None] | None = None
+        self.closed = False
+        self.broken = False
 
     def send(self, *buffers: bytes) -> None:
-        if self._closed:
+        if self.closed:
             return
         self._queue.extend(memoryview(buffer) for buffer in buffers if buffer)
         if not self._waiting:
             self._flush()
+
+    async def drained(self) -> None:
+        """Wait until all of it was taken, or nobody is left to take it (``broken``)."""
+        while self._queue and not self.closed:
+            if self._drained is None:
+                self._drained = self._loop.create_future()
+            await asyncio.shield(self._drained)
+
+    def end(self) -> None:
+        """Close the pipe once all of it was taken: its reader sees the end."""
+        self._ending = True
+        if not self._queue:
+            self.close()
 
     def clear(self) -> None:
         """Forget what was not written yet."""
@@ -42,9 +54,9 @@ class PipeFeeder:
         self._stop_waiting()
 
     def close(self) -> None:
-        if not self._closed:
+        if not self.closed:
+            self.closed = True
             self.clear()
-            self._closed = True
             os.close(self._fd)
 
     def _flush(self) -> None:
@@ -59,6 +71,7 @@ class PipeFeeder:
                 return
             except OSError:
                 self._queue.clear()
+                self.broken = True
                 break
             if written == len(view):
                 self._queue.popleft()
@@ -70,6 +83,17 @@ class PipeFeeder:
         if self._waiting:
             self._waiting = False
             self._loop.remove_writer(self._fd)
+        if self._drained is not None:
+            if not self._drained.done():
+                self._drained.set_result(None)
+            self._drained = None
+        if self._ending:
+            self.close()
+
+
+def reopened(fd: int) -> int:
+    """A fresh write end of the pipe of which ``fd`` is a read end."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def renumber(fd: int, *, lowest: int, avoid: frozenset[int]) -> int:
@@ -95,22 +119,3 @@ def discard_pending(fd: int) -> None:
             os.read(fd, 65536)
     finally:
         os.set_blocking(fd, True)
-
-
-async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` to its end even when the awaiting task is cancelled, then pass the cancel on.
-
-    For releases: ``work`` must have its own deadline.
-    """
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        if not task.cancelled():
-            task.exception()  # retrieved: the cancel is the news
-        raise cancelled
-    return task.result()

@@ -12,13 +12,11 @@ folder; a command finds it in ``$WORKSPACE``, which is where it starts.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
-import shutil
 import signal
+import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from uuid import uuid4
@@ -29,6 +27,7 @@ from rollserve.sandbox.base import WORKDIR, RuntimeReport, SandboxSpec
 from rollserve.sandbox.box import ShellSandbox, workdir_path
 from rollserve.sandbox.roster import Roster
 from rollserve.sandbox.shell import Launch, Shell
+from rollserve.sandbox.worker_folder import WorkerFolder, left_over, remove
 
 MARKER = "ROLLSERVE_SANDBOX"
 STOP_TIMEOUT_S = 20.0
@@ -45,7 +44,7 @@ class ProcessRuntime:
         root = data_dir or Path(tempfile.gettempdir()) / f"rollserve-{os.geteuid()}"
         self._root = (root / "process").absolute()
         self._path = path
-        self._home: _WorkerFolder | None = None
+        self._home: WorkerFolder | None = None
         self._roster: Roster | None = None
         self._opening = asyncio.Lock()
 
@@ -59,7 +58,7 @@ class ProcessRuntime:
             isolated=False,
             detail=detail,
             remedy="use bubblewrap for anything a model wrote",
-            enforces=("memory_mb", "file_mb", "cpu_s"),
+            per_process=("memory_mb", "file_mb", "cpu_s"),
         )
 
     def check_image(self, image: str) -> None:
@@ -68,27 +67,38 @@ class ProcessRuntime:
 
     async def create(self, spec: SandboxSpec, *, owner: str, ttl_s: float) -> ShellSandbox:
         self.check_image(spec.image)
+        if spec.prepare:
+            raise InvalidInput("the runtime process prepares no images", field="prepare")
         if spec.sockets:
             raise InvalidInput("the runtime process binds no sockets: use the host's path", field="sockets")
+        if spec.mounts:
+            raise InvalidInput("the runtime process mounts nothing: use the host's path", field="mounts")
         roster = self._roster = self._roster or Roster()
         sandbox_id = f"process-{uuid4().hex}"
         async with self._opening:
             if self._home is None:
-                self._home = await asyncio.to_thread(_WorkerFolder, self._root)
+                self._home = await asyncio.to_thread(WorkerFolder, self._root)
             folder = self._home.path / sandbox_id
             await asyncio.to_thread(_make_folders, folder, owner)
 
         async def stop(shell: Shell) -> None:
             await _stop(sandbox_id, shell.process)
             try:
-                await asyncio.to_thread(_remove, folder)
+                await asyncio.to_thread(remove, folder)
             except OSError as error:
                 raise SandboxError(f"{folder} is left over: {error}", operation="sandbox.close") from error
             roster.forget(sandbox_id)
 
         def make() -> ShellSandbox:
             launch = _launch(folder, spec, sandbox_id, self._path)
-            return ShellSandbox(sandbox_id, launch, stop=stop, locate=_locator(launch.workdir))
+            return ShellSandbox(
+                sandbox_id,
+                launch,
+                stop=stop,
+                locate=_locator(launch.workdir),
+                members=lambda shell: _members(sandbox_id, shell.process.pid),
+                listen=_listen,
+            )
 
         return await roster.start(make, spec, ttl_s=ttl_s)
 
@@ -101,23 +111,6 @@ class ProcessRuntime:
         if self._home is not None:
             await asyncio.to_thread(self._home.close)
         self._home = self._roster = None
-
-
-class _WorkerFolder:
-    """Folder of one living worker. The kernel lets go of its lock when the worker ends in any way."""
-
-    def __init__(self, root: Path) -> None:
-        name = uuid4().hex
-        fresh = root / f".{name}"
-        fresh.mkdir(parents=True, mode=0o700)
-        self._lock = os.open(fresh / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.path = root / name
-        fresh.rename(self.path)  # visible to reapers only once it is locked
-
-    def close(self) -> None:
-        _remove(self.path)
-        os.close(self._lock)
 
 
 def _make_folders(folder: Path, owner: str) -> None:
@@ -152,6 +145,11 @@ def _locator(workdir: str) -> Callable[[str], str]:
     return locate
 
 
+def _listen(shell: Shell) -> socket.socket:
+    """Nothing is inside: this machine's loopback address is the sandbox's."""
+    return socket.create_server(("127.0.0.1", 0), backlog=128)
+
+
 # -- ending -----------------------------------------------------------------------------------
 
 
@@ -172,14 +170,9 @@ async def _stop(sandbox_id: str, process: subprocess.Popen[bytes]) -> None:
 
 def _kill_all(sandbox_id: str, session: int | None) -> None:
     """Kill until a look over all processes finds none of this sandbox."""
-    deadline = time.monotonic() + STOP_TIMEOUT_S
-    while members := _members(sandbox_id, session):
-        if time.monotonic() > deadline:
-            raise SandboxError(f"processes {members} could not be killed", operation="sandbox.close")
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in members:
-                processes.send_signal(pid, number)
-        time.sleep(0.002)
+    left = processes.kill_all(lambda: _members(sandbox_id, session), within_s=STOP_TIMEOUT_S)
+    if left:
+        raise SandboxError(f"processes {left} could not be killed", operation="sandbox.close")
 
 
 def _members(sandbox_id: str, session: int | None) -> list[int]:
@@ -187,27 +180,13 @@ def _members(sandbox_id: str, session: int | None) -> list[int]:
     found = set(processes.pids_with_environment(entry))
     if session is not None:
         found |= set(processes.pids_of_session(session))
-    return [pid for pid in found if processes.state(pid) not in ("Z", "X", None)]
+    return list(found)
 
 
 def _reap(root: Path) -> int:
     """End the sandboxes of workers that no longer hold their lock."""
-    if not root.is_dir():
-        return 0
-    reaped = 0
-    for folder in root.iterdir():
-        try:
-            lock = os.open(folder / "lock", os.O_RDWR)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            reaped += _reap_worker(folder)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(lock)
-    return reaped
+    with left_over(root) as folders:
+        return sum(_reap_worker(folder) for folder in folders)
 
 
 def _reap_worker(folder: Path) -> int:
@@ -215,25 +194,5 @@ def _reap_worker(folder: Path) -> int:
     for sandbox_id in sandboxes:
         if processes.supported():
             _kill_all(sandbox_id, None)
-    _remove(folder)
+    remove(folder)
     return len(sandboxes)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder whatever modes were set in it."""
-    try:
-        shutil.rmtree(folder)
-    except FileNotFoundError:
-        return
-    except PermissionError:
-        _open_up(folder)
-        shutil.rmtree(folder)
-
-
-def _open_up(folder: Path) -> None:
-    waiting = [folder]
-    while waiting:
-        place = waiting.pop()
-        place.chmod(0o700)
-        with os.scandir(place) as entries:
-            waiting += [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]

@@ -10,9 +10,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 _FREEZE_ROUNDS = 64
+_KILL_PAUSE_S = 0.002
 
 
 def supported() -> bool:
@@ -132,17 +133,30 @@ def kill_tree(root: int, *, since_ticks: int) -> None:
     send_signal(root, signal.SIGKILL)
 
 
+def kill_all(find: Callable[[], Iterable[int]], *, within_s: float) -> list[int]:
+    """Kill what ``find`` finds until it finds nothing more, all stopped before any is killed; blocking.
+    Returns what is alive after ``within_s`` seconds all the same."""
+    deadline = time.monotonic() + within_s
+    while found := [pid for pid in find() if state(pid) not in ("Z", "X", None)]:
+        if time.monotonic() > deadline:
+            return found
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in found:
+                send_signal(pid, number)
+        time.sleep(_KILL_PAUSE_S)
+    return []
+
+
 def pids_with_environment(entry: bytes) -> list[int]:
     """Processes whose initial environment holds ``entry`` (``NAME=value``), as far as readable."""
-    found = []
-    for pid in all_pids():
-        try:
-            environment = _read(f"/proc/{pid}/environ")
-        except OSError:
-            continue
-        if environment and entry in environment.split(b"\0"):
-            found.append(pid)
-    return found
+    return [pid for pid in all_pids() if has_environment(pid, entry)]
+
+
+def has_environment(pid: int, entry: bytes) -> bool:
+    try:
+        return entry in _read(f"/proc/{pid}/environ").split(b"\0")
+    except OSError:
+        return False
 
 
 def pids_of_session(session: int) -> list[int]:

@@ -13,6 +13,7 @@ command ends the shell. A shell reads a pipe byte by byte, so bulk data goes thr
 
 from __future__ import annotations
 
+from rollserve.errors import InvalidInput
 from rollserve.sandbox.base import SandboxLimits
 
 _CONTROL_FD = 250
@@ -41,11 +42,32 @@ __done() {{ printf '%s\0' "${{PWD-}}"; export -p
 printf "\000$1 $2 $$\0"; }} >&9
 printf '\000{nonce} 1 %s\0' "$$" >&9"""
 
+_PROGRAM = r"""exec 7>/dev/fd/0 4>&1
+printf '\000%s 0 %s\000' "$1" "$$" >&8
+exec 8>&-
+read -r go || exit
+exec 7>&- 4>&-
+eval "$2"
+"""
+
 BASH_READY, SH_READY = 0, 1
+PROGRAM_MARKER = "ROLLSERVE_PROGRAM"
+PROGRAM_GO = b"go\n"
+STDIN_FD, STDOUT_FD, STDERR_FD, INPUT_FD = 0, 4, 2, 6
+"""Where the pipes of a program are found while it waits: a shell moves its stdout about to announce itself.
+The last is a console's data pipe."""
 
 
 def quote(text: bytes) -> bytes:
     return b"'" + text.replace(b"'", b"'\"'\"'") + b"'"
+
+
+def command_text(command: str) -> bytes:
+    """Raises ``InvalidInput`` for what no shell can read."""
+    text = command.encode("utf-8", "surrogateescape")
+    if b"\0" in text:
+        raise InvalidInput("a command can't hold a NUL byte", field="command")
+    return text
 
 
 def supervisor(limits: SandboxLimits, *, limit_processes: bool) -> str:
@@ -60,6 +82,11 @@ def supervisor(limits: SandboxLimits, *, limit_processes: bool) -> str:
     if limit_processes:  # bash says -u, dash and busybox say -p
         lines.append(f"ulimit -u {limits.processes} 2>/dev/null || ulimit -p {limits.processes}")
     return _SUPERVISOR.format(limits="".join(f"{line} || :\n" for line in lines))
+
+
+def inner_supervisor() -> bytes:
+    """Of a console: the limits are the sandbox's already."""
+    return b"exec /bin/sh -c " + quote(_SUPERVISOR.format(limits="").encode())
 
 
 def init(*, nonce: bytes, data_fd: int, cwd: bytes, restore: bytes) -> bytes:
@@ -91,10 +118,24 @@ class Dialect:
             self._hidden = b"9>&-"
             self._data = f"</dev/fd/{data_fd}".encode()
 
-    def command(self, text: bytes, *, nonce: bytes, last_code: int) -> bytes:
+    def command(self, text: bytes, *, nonce: bytes, last_code: int, takes_input: bool = False) -> bytes:
+        """stdin is empty, or the data pipe of a command that ``takes_input``."""
         status = b"__status %d;" % last_code if last_code else b""
-        run = b"%s%s eval %s </dev/null %s;" % (status, self._builtin, quote(text), self._hidden)
+        stdin = self._data if takes_input else b"</dev/null"
+        run = b"%s%s eval %s %s %s;" % (status, self._builtin, quote(text), stdin, self._hidden)
         return run + b'{ __done %s "$?"; } 2>/dev/null\n' % nonce
+
+    def program(self, text: bytes, *, mark: bytes, nonce: bytes, with_input: bool) -> bytes:
+        """Start a program in the background, its stdin, stdout and stderr (and ``INPUT_FD``) fresh pipes
+        whose other ends nobody holds: ``A | B | C`` makes them, and A and C end at once. The program keeps
+        its own stdin open until it has read ``PROGRAM_GO``, so there is time to open the other ends
+        through ``/proc``. It answers the nonce with its pid; its environment holds the mark."""
+        start = b"%s=%s /bin/sh -c %s" % (PROGRAM_MARKER.encode(), mark, quote(_PROGRAM.encode()))
+        start += b" sh %s %s 2>&3 3>&- 8>&%s %s" % (nonce, quote(text), self._control, self._hidden)
+        core = b"{ : | %s | : ; } 3>&1 >/dev/null | :" % start
+        if with_input:
+            core = b": | { %s ; } %d<&0" % (core, INPUT_FD)
+        return b"( { %s ; } </dev/null & )\n" % core
 
     def read_file(self, path: bytes, *, nonce: bytes, limit_bytes: int) -> bytes:
         name = quote(path)

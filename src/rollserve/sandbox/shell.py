@@ -13,15 +13,17 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from rollserve.cancelling import uninterrupted
 from rollserve.errors import SandboxError
 from rollserve.sandbox import processes, script
 from rollserve.sandbox.answers import Answer, ControlBuffer
-from rollserve.sandbox.capture import Capture
-from rollserve.sandbox.pipes import PipeFeeder, discard_pending, pending_bytes, renumber, uninterrupted
+from rollserve.sandbox.capture import Capture, Watched
+from rollserve.sandbox.pipes import PipeFeeder, discard_pending, pending_bytes, renumber, reopened
 
 READ_BYTES = 65536
 STATE_LIMIT_BYTES = 1 << 20
@@ -35,7 +37,8 @@ RESTART_TIMEOUT_S = 15.0
 @dataclass(frozen=True)
 class Launch:
     """How to start the supervisor. ``find_supervisor`` maps the started pid to the supervisor's;
-    ``identity`` is the user to become before ``argv``, ``user`` the one the shell ends up as."""
+    ``identity`` is the user to become before ``argv``, ``user`` the one the shell ends up as; ``hand_over``
+    are descriptors for what is started, closed here."""
 
     argv: Sequence[str]
     env: dict[str, str]
@@ -44,6 +47,23 @@ class Launch:
     identity: int | None = None
     user: int | None = None
     find_supervisor: Callable[[int], int | None] = field(default=lambda pid: pid)
+    hand_over: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Wires:
+    """A started supervisor and this side's ends of its pipes. ``data_fd`` is the number its data pipe has
+    inside, of which ``data_r`` is this side's read end. ``process`` is there where we started it."""
+
+    command_w: int
+    data_w: int
+    data_r: int
+    control_r: int
+    output_r: int
+    data_fd: int
+    workdir: str
+    find_supervisor: Callable[[], int | None]
+    process: subprocess.Popen[bytes] | None = None
 
 
 @dataclass(frozen=True)
@@ -54,11 +74,55 @@ class Outcome:
     output: Capture
 
 
+def wire(launch: Launch) -> Wires:
+    """Start the supervisor from this thread: a sandbox dies with the thread that started it."""
+    pipes = [os.pipe() for _ in range(4)]
+    (command_r, command_w), (data_r, data_w), (control_r, control_w), (output_r, output_w) = pipes
+    data_r = renumber(data_r, lowest=script.LOWEST_DATA_FD, avoid=script.SHELL_FDS)
+    if launch.user is not None:  # a POSIX shell opens the data pipe by its path
+        os.fchown(data_r, launch.user, launch.user)
+    try:
+        process = _started(launch, command_r, control_w, output_w, data_r)
+    except OSError as error:
+        for fd in (data_r, data_w, control_r, output_r, command_w):
+            os.close(fd)
+        raise SandboxError(f"cannot start {launch.argv[0]}: {error}", operation="sandbox.start") from error
+    finally:
+        for fd in (command_r, control_w, output_w, *launch.hand_over):
+            os.close(fd)
+    return Wires(
+        command_w=command_w,
+        data_w=data_w,
+        data_r=data_r,
+        control_r=control_r,
+        output_r=output_r,
+        data_fd=data_r,
+        workdir=launch.workdir,
+        find_supervisor=lambda: launch.find_supervisor(process.pid),
+        process=process,
+    )
+
+
+def _started(launch: Launch, stdin: int, stdout: int, stderr: int, data_r: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        launch.argv,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=(data_r, *launch.hand_over),
+        env=launch.env,
+        cwd=launch.cwd,
+        start_new_session=True,
+        user=launch.identity,
+        group=launch.identity,
+        extra_groups=None if launch.identity is None else (),
+    )
+
+
 class Shell:
     """``run`` one line at a time; the caller serialises."""
 
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
+    def __init__(self, wires: Wires) -> None:
         self._loop = asyncio.get_running_loop()
         self._key = secrets.token_hex(8).encode()
         self._buffer = ControlBuffer()
@@ -66,59 +130,35 @@ class Shell:
         self._alive = False
         self._gone: str | None = None
         self._released = False
-        self._cwd = launch.workdir.encode()
+        self._cwd = wires.workdir.encode()
         self._state = b""
         self._last_code = 0
         self._shell_pid = 0
+        self._find_supervisor = wires.find_supervisor
         self._supervisor: tuple[int, int | None] | None = None
         self._started_ticks = 0
         self._paused: asyncio.TimerHandle | None = None
         self._taken_bytes = 0
         self._idle = Capture(IDLE_OUTPUT_BYTES)
         self._capture = self._idle
-        self._spawn()
-
-    # -- life ---------------------------------------------------------------------------------
-
-    def _spawn(self) -> None:
-        """Start the supervisor from this thread: a sandbox dies with the thread that started it."""
-        pipes = [os.pipe() for _ in range(4)]
-        (command_r, command_w), (data_r, data_w), (self._control_r, control_w), output = pipes
-        self._data_r = renumber(data_r, lowest=script.LOWEST_DATA_FD, avoid=script.SHELL_FDS)
-        self._output_r, output_w = output
-        launch = self._launch
-        if launch.user is not None:  # a POSIX shell opens the data pipe by its path
-            os.fchown(self._data_r, launch.user, launch.user)
-        try:
-            self.process = subprocess.Popen(
-                launch.argv,
-                stdin=command_r,
-                stdout=control_w,
-                stderr=output_w,
-                pass_fds=(self._data_r,),
-                env=launch.env,
-                cwd=launch.cwd,
-                start_new_session=True,
-                user=launch.identity,
-                group=launch.identity,
-                extra_groups=None if launch.identity is None else (),
-            )
-        except OSError as error:
-            for fd in (self._data_r, data_w, self._control_r, self._output_r, command_w):
-                os.close(fd)
-            raise SandboxError(
-                f"cannot start {launch.argv[0]}: {error}", operation="sandbox.start"
-            ) from error
-        finally:
-            for fd in (command_r, control_w, output_w):
-                os.close(fd)
-        self._commands = PipeFeeder(command_w, self._loop)
-        self._data = PipeFeeder(data_w, self._loop)
+        self._process = wires.process
+        self._data_fd, self._data_r = wires.data_fd, wires.data_r
+        self._control_r, self._output_r = wires.control_r, wires.output_r
+        self._commands = PipeFeeder(wires.command_w, self._loop)
+        self._data = PipeFeeder(wires.data_w, self._loop)
         for fd in (self._control_r, self._output_r):
             os.set_blocking(fd, False)
         self._loop.add_reader(self._control_r, self._on_control)
         self._loop.add_reader(self._output_r, self._on_output)
         self._commands.send(self._key + b"\n")
+
+    # -- life ---------------------------------------------------------------------------------
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """What was started for the outermost shell of a sandbox."""
+        assert self._process is not None
+        return self._process
 
     async def start(self, *, timeout_s: float) -> None:
         """Start (or restart) the shell under the supervisor; returns when it takes commands."""
@@ -126,7 +166,7 @@ class Shell:
             raise SandboxError(self._gone, operation="sandbox.exec")
         discard_pending(self._data_r)
         nonce = secrets.token_hex(8).encode()
-        line = script.init(nonce=nonce, data_fd=self._data_r, cwd=self._cwd, restore=self._state)
+        line = script.init(nonce=nonce, data_fd=self._data_fd, cwd=self._cwd, restore=self._state)
         waiter = self._expect(nonce)
         self._commands.send(b"\n" + self._key + b"\n" + line)
         try:
@@ -145,9 +185,9 @@ class Shell:
             raise SandboxError(self._gone, operation="sandbox.start")
         self._shell_pid = answer.pid
         if self._supervisor is None:
-            pid = self._launch.find_supervisor(self.process.pid)
+            pid = self._find_supervisor()
             self._supervisor = None if pid is None else (pid, processes.start_ticks(pid))
-        self.dialect = script.Dialect(bash=answer.code == script.BASH_READY, data_fd=self._data_r)
+        self.dialect = script.Dialect(bash=answer.code == script.BASH_READY, data_fd=self._data_fd)
         self._alive = True
 
     def _said(self) -> str:
@@ -174,6 +214,11 @@ class Shell:
 
     # -- one line -----------------------------------------------------------------------------
 
+    async def ready(self) -> None:
+        """Start the shell anew if the last line ended it."""
+        if not self._alive:
+            await uninterrupted(self.start(timeout_s=RESTART_TIMEOUT_S))
+
     async def run(
         self,
         line: Callable[[script.Dialect, bytes, int], bytes],
@@ -182,17 +227,19 @@ class Shell:
         output_limit_bytes: int,
         payload_limit_bytes: int = STATE_LIMIT_BYTES,
         data: Sequence[bytes] = (),
+        watch: Callable[[bytes], None] | None = None,
     ) -> Outcome:
-        """Send the line made by ``line(dialect, nonce, last_code)`` and await its answer."""
-        if not self._alive:
-            await uninterrupted(self.start(timeout_s=RESTART_TIMEOUT_S))
+        """Send the line made by ``line(dialect, nonce, last_code)`` and await its answer. ``watch`` is
+        handed what is printed as it comes; none of it is kept then."""
+        await self.ready()
         nonce = secrets.token_hex(8).encode()
-        capture = self._begin_capture(output_limit_bytes)
+        capture = self._begin_capture(Capture(output_limit_bytes) if watch is None else Watched(watch))
         waiter = self._expect(nonce, payload_limit_bytes)
         self._started_ticks = processes.now_ticks()
         timer = self._loop.call_later(timeout_s, _time_out, waiter)
         self._commands.send(line(self.dialect, nonce, self._last_code))
-        self._data.send(*data)
+        if data:
+            self.feed(*data)
         try:
             answer = await waiter
         except TimeoutError:
@@ -210,6 +257,31 @@ class Shell:
         self._last_code = answer.code
         return Outcome(answer, capture)
 
+    def feed(self, *data: bytes) -> None:
+        """For the data pipe, which the running line may read."""
+        if self._data.closed and not self._released:
+            self._data = PipeFeeder(reopened(self._data_r), self._loop)
+        self._data.send(*data)
+
+    def end_feed(self) -> None:
+        """The data pipe ends for its reader once it has taken all; a later ``feed`` opens it again."""
+        self._data.end()
+
+    def interrupt(self) -> None:
+        """What Ctrl-C does: SIGINT to the running command and its shell, which ends with it if it dies of
+        it. The shell first: one that had none when its program died of one goes on with the line."""
+        pid = self._find_shell()
+        if pid is not None:
+            for each in (pid, *processes.descendants(pid, since_ticks=self._started_ticks)):
+                processes.send_signal(each, signal.SIGINT)
+
+    def idle_output(self) -> bytes:
+        """What background jobs wrote since the last line ended; it is told once."""
+        self._drain_output()
+        left_over, self._idle = self._idle.raw(), Capture(IDLE_OUTPUT_BYTES)
+        self._capture = self._idle
+        return left_over
+
     def keep_state(self, payload: bytes) -> None:
         """Remember what a command's answer says about directory, environment and functions."""
         cwd, separator, state = payload.partition(b"\0")
@@ -222,14 +294,11 @@ class Shell:
         if not self._released:
             discard_pending(self._data_r)
 
-    def _begin_capture(self, limit_bytes: int) -> Capture:
+    def _begin_capture(self, capture: Capture) -> Capture:
         """What background jobs wrote since the last command comes first, as on a terminal."""
-        capture = Capture(limit_bytes)
-        self._drain_output()
-        left_over = self._idle.raw()
+        left_over = self.idle_output()
         if left_over:
             capture.feed(left_over)
-            self._idle = Capture(IDLE_OUTPUT_BYTES)
         self._capture = capture
         self._taken_bytes = 0
         self._resume_output()
@@ -263,6 +332,10 @@ class Shell:
             return None
         pid, started = self._supervisor
         return pid if processes.start_ticks(pid) == started else None
+
+    def own_pids(self) -> set[int]:
+        """Of the supervisor and of the shell, as far as they are there."""
+        return {pid for pid in (self.supervisor_pid(), self._find_shell()) if pid is not None}
 
     def _find_shell(self) -> int | None:
         supervisor = self.supervisor_pid()

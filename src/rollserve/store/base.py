@@ -2,23 +2,27 @@
 (calls, log and artifacts of an attempt, in files beside the database).
 
 A method of ``Store`` that returned has been committed. The SQL implementation batches concurrent
-writes into one transaction by one writer; a failing write fails alone.
+writes into one transaction by one writer; a failing write fails alone. Any method raises ``QueueFull``
+or ``Unavailable`` when too many requests wait for the store already, or for too long. Lists come in
+pages of up to ``limit``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from rollserve.records.call import Call
+from rollserve.records.control import GroupRule
 from rollserve.records.delivery import Checkpoint, Lease
 from rollserve.records.event import Event
-from rollserve.records.policy import Backend, Policy
+from rollserve.records.policy import Backend, Policy, TemplateFinding
 from rollserve.records.rollout import Attempt, Group, Rollout, RolloutState
-from rollserve.records.run import Run, RunState
+from rollserve.records.run import Run, RunState, SourceState, SourceStatus
 from rollserve.records.task import Task
+from rollserve.records.update import Canary, WeightUpdate
 
 T = TypeVar("T")
 
@@ -38,6 +42,63 @@ class NewGroup(msgspec.Struct, frozen=True, kw_only=True):
     num_rollouts: int
     key: str | None = None
     request_size: int = 1
+    rule: GroupRule = GroupRule()
+    source_seq: int | None = None
+
+
+class Bin(msgspec.Struct, frozen=True, kw_only=True):
+    """``count`` of attempts, rollouts or groups, with what they sampled."""
+
+    count: int
+    tokens: int = 0
+
+
+class Stopped(msgspec.Struct, frozen=True, kw_only=True):
+    """What the end of groups led to: groups that entered the log by run, how many ended without a place
+    there (``left``), whether one waits to be judged, or for earlier ones (``held``), and rollouts that ended
+    while they ran: their workers are to be told."""
+
+    finished: dict[str, int] = {}
+    left: int = 0
+    judging: bool = False
+    held: bool = False
+    running: list[Rollout] = []
+
+
+class Handed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a delivery found out of an attempt in it: how many versions its oldest trained token is
+    behind, whether its samples were left out for that, and how many of its sampled tokens are ``trained``,
+    or would be if they were not too old (``masked``)."""
+
+    attempt_id: str
+    staleness: int | None = None
+    dropped: bool = False
+    trained: int = 0
+    masked: int = 0
+
+
+class Fed(msgspec.Struct, frozen=True, kw_only=True):
+    """A step of a run's task source, from ``position`` to ``next``: ``groups`` (those whose place has a
+    group already are not made again), ``broken`` lines that were skipped, and its state then."""
+
+    position: int
+    next: int
+    groups: list[NewGroup]
+    broken: list[str] = []
+    state: SourceState = SourceState.RUNNING
+    detail: str = ""
+
+
+class Supply(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides on how many groups a source has to give: ``good`` groups (in the log and worth
+    training) since ``base_version``, and the policy's ``version``."""
+
+    source: SourceStatus
+    version: int
+    base_version: int
+    open: int
+    undelivered: int
+    good: int
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +107,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     rollout: Rollout
     attempt_id: str
     task: Task
+    rule: GroupRule = GroupRule()
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +129,31 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     accepted: bool
     rollout: Rollout | None = None
     group_finished: bool = False
+    others: Stopped = Stopped()
+
+
+class SealedPayload(msgspec.Struct, frozen=True, kw_only=True):
+    """``ref`` is the payload's address in its store; ``counts`` are those of the attempt, where its
+    worker could not tell them."""
+
+    ref: str
+    size_bytes: int
+    counts: dict[str, int] = {}
+
+    def of(self, attempt: Attempt) -> Attempt:
+        """The attempt, with this as its payload."""
+        update = {"payload": self.ref, "payload_bytes": self.size_bytes}
+        return attempt.model_copy(update=update | ({"counts": self.counts} if self.counts else {}))
+
+
+class TaskLines(Protocol):
+    """The tasks of a source, by index. ``digest`` tells one content from another."""
+
+    lines: int
+    digest: str
+
+    def read(self, index: int) -> tuple[str, bytes]:
+        """Where it stands (``line 17``), and its JSON. Blocks. Raises ``InvalidInput``."""
 
 
 class Store(Protocol):
@@ -87,18 +174,37 @@ class Store(Protocol):
         """Raises ``Conflict`` when the name is taken by a policy with another spec; equal: no-op."""
 
     async def get_policy(self, name: str) -> Policy: ...
-    async def list_policies(self) -> list[Policy]: ...
+    async def list_policies(self, *, cursor: str | None = None, limit: int = 100) -> Page[Policy]:
+        """By name."""
+
     async def set_policy_version(self, name: str, version: int, label: str) -> Policy:
-        """Raises ``VersionRegression`` when lower than now; equal with the same label is a no-op."""
+        """Raises ``VersionRegression`` when lower than now, ``Conflict`` while an update is open; equal
+        with the same label is a no-op."""
 
     async def set_policy_paused(self, name: str, paused: bool) -> Policy: ...
+    async def set_policy_template(self, name: str, finding: TemplateFinding) -> Policy: ...
+    async def set_policy_update(self, name: str, update: WeightUpdate) -> Policy:
+        """Begin an update of the weights, or change the one that is known. Raises ``Conflict`` while
+        another is open, ``LeaseLost`` when this one is over."""
+
+    async def commit_policy_update(self, name: str, update: WeightUpdate, canary: Canary | None) -> Policy:
+        """End the open update; its version and label are the policy's. Raises ``LeaseLost`` when it is
+        over, ``StaleEpoch`` when the policy was rewound since, ``VersionRegression``, ``Conflict``."""
+
+    async def set_policy_canary(self, name: str, canary: Canary) -> None: ...
     async def put_backend(self, backend: Backend) -> None: ...
     async def get_backend(self, backend_id: str) -> Backend: ...
-    async def list_backends(self, policy: str | None = None) -> list[Backend]: ...
+    async def list_backends(
+        self, policy: str | None = None, *, cursor: str | None = None, limit: int = 100
+    ) -> Page[Backend]:
+        """In the order of their registration."""
+
     async def delete_backend(self, backend_id: str) -> None: ...
 
     # -- runs
-    async def create_run(self, run: Run) -> None: ...
+    async def create_run(self, run: Run, source: SourceStatus | None = None) -> Run:
+        """With its task source, if it has one. ``base_version`` is set from its policy."""
+
     async def get_run(self, run_id: str) -> Run: ...
     async def list_runs(self, *, cursor: str | None = None, limit: int = 100) -> Page[Run]: ...
     async def set_run_state(self, run_id: str, state: RunState) -> Run:
@@ -106,7 +212,17 @@ class Store(Protocol):
 
     async def run_counts(self, run_id: str) -> dict[str, int]:
         """Rollouts by state (``queued`` …), groups as ``groups_open``, ``groups_finished``,
-        ``groups_undelivered``."""
+        ``groups_undelivered``; ``groups_started`` of the open ones; ``groups_good``, which are worth
+        training, since the run was opened or rewound."""
+
+    async def run_bins(self, run_id: str | None) -> dict[str, dict[str, Bin]]:
+        """Histograms of a run, or of all together, by kind and bin: ``tokens`` (what became of every
+        sampled token: all bins together are what was sampled in attempts that have ended), ``staleness``
+        (rollouts handed over, by versions behind), ``stale_length`` (too old, by episode length),
+        ``groups`` (filtered, stopped, carried, …)."""
+
+    async def count_queued(self) -> int:
+        """Rollouts that wait to be started, over all runs that are not closed."""
 
     async def prune_run(self, run_id: str) -> list[str]:
         """Forget a closed run with all that belongs to it; returns the payloads to delete. Raises
@@ -121,6 +237,9 @@ class Store(Protocol):
         ``NotFound``, ``Conflict`` (run closed; or a key used with another body), ``QueueFull``."""
 
     async def get_group(self, group_id: str) -> Group: ...
+    async def group_counts(self, group_id: str) -> dict[str, int]:
+        """The group's rollouts by state; every state is there."""
+
     async def list_groups(
         self, run_id: str, *, state: str | None = None, cursor: str | None = None, limit: int = 100
     ) -> Page[Group]: ...
@@ -134,14 +253,53 @@ class Store(Protocol):
         cursor: str | None = None,
         limit: int = 100,
     ) -> Page[Rollout]: ...
-    async def list_attempts(self, rollout_id: str) -> list[Attempt]: ...
+    async def list_attempts(
+        self, rollout_id: str, *, cursor: str | None = None, limit: int = 100
+    ) -> Page[Attempt]:
+        """In the order of their epochs."""
+
+    async def last_attempt(self, rollout_id: str) -> Attempt | None:
+        """The newest one, whose epoch is how many there are; None before the first."""
+
     async def get_attempt(self, attempt_id: str) -> Attempt: ...
+
+    # -- groups that end by rule
+    async def end_due_groups(self, now: float) -> Stopped:
+        """End open groups past their deadline, as they are; put held ones that have waited long enough
+        into the log."""
+
+    async def next_group_due(self) -> float | None:
+        """When ``end_due_groups`` has something to do next."""
+
+    async def list_judging(self, limit: int = 100) -> list[tuple[Group, list[float]]]:
+        """Groups whose filters are to be asked, with the rewards of their usable rollouts."""
+
+    async def judge_group(self, group_id: str, *, filtered_by: str | None, note: str | None) -> Stopped:
+        """Put a group into the log, or leave it out by the rule named. A group that does not wait to be
+        judged stays as it is."""
+
+    # -- task sources
+    async def list_sources(self) -> list[str]:
+        """Runs that are not closed and whose source still runs."""
+
+    async def source(self, run_id: str) -> SourceStatus | None: ...
+    async def supply(self, run_id: str) -> Supply: ...
+    async def feed(self, run_id: str, fed: Fed) -> bool:
+        """Groups and the source's new place in one transaction. False when its place is another."""
+
+    async def stop_source_groups(self, run_id: str) -> Stopped:
+        """End the open groups of the source: they are not needed, and enter no log."""
+
+    async def carry_source_groups(self, run_id: str) -> int:
+        """Mark the open groups of the source as carried over; how many were not before."""
 
     # -- the scheduler's
     async def start_rollouts(self, now: float, limit: int) -> list[Start]:
-        """Take up to ``limit`` queued rollouts that are due, of open runs within their quota of
-        running rollouts and whose policy is not paused, in submit order, and start an attempt of
-        each (epoch + 1), in one transaction."""
+        """Take up to ``limit`` queued rollouts that are due and start an attempt of each (epoch + 1), in
+        one transaction: of open runs within their quota of running rollouts and whose policy is not
+        paused. Runs of higher rank (priority, then evaluation before training) come first; among equals
+        each place goes to the run with the fewest running rollouts. Within a run: submit order. A paced
+        run starts no new group that could be too old when its turn comes."""
 
     async def next_due(self, now: float) -> float | None:
         """When the earliest queued rollout with a back-off becomes due; None when there is none."""
@@ -152,9 +310,13 @@ class Store(Protocol):
         the log also when all its rollouts were cancelled (state ``cancelled``): who waits for it must
         hear. ``QUEUED`` becomes ``CANCELLED`` where the run was closed or the rollout cancelled."""
 
-    async def recover(self, now: float) -> int:
+    async def list_interrupted(self) -> list[tuple[str, str]]:
+        """At start-up, before ``recover``: run and attempt of every rollout left ``RUNNING``."""
+
+    async def recover(self, now: float, payloads: Mapping[str, SealedPayload]) -> int:
         """At start-up: rollouts left ``RUNNING`` go back to ``QUEUED`` (not counted as a try); the
-        attempt's history says why. Returns how many."""
+        attempt's history says why, and keeps the payload that ``payloads`` has for its id. Returns how
+        many."""
 
     async def cancel_rollouts(
         self, *, rollout_id: str | None = None, group_id: str | None = None, run_id: str | None = None
@@ -164,11 +326,28 @@ class Store(Protocol):
 
     # -- deliveries
     async def lease_groups(
-        self, run_id: str, trainer: str, epoch: int | None, *, limit: int, ttl_s: float, now: float
+        self,
+        run_id: str,
+        trainer: str,
+        epoch: int | None,
+        *,
+        limit: int,
+        max_tokens: int | None = None,
+        ttl_s: float,
+        now: float,
     ) -> Lease | None:
         """The next finished groups that this trainer has neither leased, acked nor committed (an
-        expired lease gives back). ``epoch`` None takes the trainer's current one. Raises
+        expired lease gives back): ``limit`` at most, and one at least but no more than sampled
+        ``max_tokens`` in usable rollouts. ``epoch`` None takes the trainer's current one. Raises
         ``StaleEpoch``."""
+
+    async def note_lease(self, lease_id: str, handed: Sequence[Handed], withheld: Sequence[str]) -> None:
+        """What was found when the lease was filled; it counts once it is acked. Groups ``withheld`` leave
+        the lease as too old: they are passed over until a rewind. Raises ``LeaseLost``."""
+
+    async def run_over(self, run_id: str, trainer: str) -> tuple[str, str] | None:
+        """Why nothing will come any more (a code, and in words), None while something may: the run is
+        closed or its source has ended or failed, no group is open, and this trainer has all."""
 
     async def renew_lease(self, lease_id: str, *, ttl_s: float, now: float) -> Lease: ...
     async def ack_lease(self, lease_id: str, *, now: float) -> Lease:
@@ -186,11 +365,16 @@ class Store(Protocol):
         self, run_id: str, trainer: str, name: str | None, *, now: float
     ) -> tuple[int, Checkpoint | None]:
         """Redeliver what was leased, acked, or committed after checkpoint ``name`` (None: all), forget
-        later checkpoints, set the policy's version back to the checkpoint's (0 for None) and return the
-        new trainer epoch, which fences the old trainer."""
+        later checkpoints, set the policy's version and the place of the run's task source back to the
+        checkpoint's (0 for None) and return the new trainer epoch, which fences the old trainer. Tasks
+        whose groups were left out since then are taken from the source again."""
 
     async def trainer_epoch(self, run_id: str, trainer: str) -> int: ...
-    async def list_checkpoints(self, run_id: str, trainer: str) -> list[Checkpoint]: ...
+    async def list_checkpoints(
+        self, run_id: str, trainer: str, *, cursor: str | None = None, limit: int = 100
+    ) -> Page[Checkpoint]:
+        """In the order of their commits."""
+
     async def expire_leases(self, now: float) -> int:
         """Give back expired leases; returns how many."""
 
@@ -211,13 +395,6 @@ class AttemptPayload(msgspec.Struct, kw_only=True):
     log: list[tuple[float, str]] = []
     artifacts: dict[str, bytes] = {}
     call_rewards: dict[str, float] = {}
-
-
-class SealedPayload(msgspec.Struct, frozen=True, kw_only=True):
-    """``ref`` is the payload's address in its store."""
-
-    ref: str
-    size_bytes: int
 
 
 class Segment(Protocol):
@@ -244,6 +421,10 @@ class PayloadStore(Protocol):
 
     async def read_live(self, run_id: str, attempt_id: str) -> AttemptPayload:
         """What a running attempt has recorded so far; empty when nothing."""
+
+    async def salvage(self, run_id: str, attempt_id: str) -> SealedPayload | None:
+        """Seal what an attempt had recorded whose worker is gone; what it had sealed itself stays as it
+        is. None when there is nothing. Raises ``InfrastructureFailure`` when the disk refuses."""
 
     async def delete(self, refs: Sequence[str]) -> None: ...
 

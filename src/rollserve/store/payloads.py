@@ -64,6 +64,12 @@ class FilePayloadStore:
         stem = self._stem(run_id, attempt_id)
         return await asyncio.to_thread(_read_live, stem, f"{run_id}/{attempt_id}{SEALED}")
 
+    async def salvage(self, run_id: str, attempt_id: str) -> SealedPayload | None:
+        """A worker that is not quite dead may still write to the file, but no longer finds its name."""
+        stem = self._stem(run_id, attempt_id)
+        ref = f"{run_id}/{attempt_id}{SEALED}"
+        return await asyncio.to_thread(_salvage, stem, ref, self._fsync)
+
     async def delete(self, refs: Sequence[str]) -> None:
         """What is not there is no error."""
         await asyncio.to_thread(_delete, [self._sealed(ref) for ref in refs])
@@ -153,14 +159,9 @@ class FileSegment:
                     f"{self._size - whole} bytes of the record of {self._stem.name} are lost",
                     operation="payload.seal",
                 )
-            data = pack(payload)
-            temporary = self._stem.with_name(self._stem.name + TEMPORARY)
-            _write_file(temporary, data, fsync=self._fsync)
-            temporary.replace(self._stem.with_name(self._stem.name + SEALED))
-            if self._fsync:
-                _sync_folder(self._stem.parent)
+            size_bytes = _keep(self._stem, pack(payload), fsync=self._fsync)
             self._live.unlink()
-        return SealedPayload(ref=self._ref, size_bytes=len(data))
+        return SealedPayload(ref=self._ref, size_bytes=size_bytes)
 
     def discard(self) -> None:
         """Also of what a seal that failed has left."""
@@ -195,6 +196,16 @@ def _write_file(path: Path, data: bytes, *, fsync: bool) -> None:
         os.close(fd)
 
 
+def _keep(stem: Path, data: bytes, *, fsync: bool) -> int:
+    """Under its sealed name, whole or not at all; its size in bytes."""
+    temporary = stem.with_name(stem.name + TEMPORARY)
+    _write_file(temporary, data, fsync=fsync)
+    temporary.replace(stem.with_name(stem.name + SEALED))
+    if fsync:
+        _sync_folder(stem.parent)
+    return len(data)
+
+
 def _sync_folder(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -222,6 +233,21 @@ def _read_live(stem: Path, ref: str) -> AttemptPayload:
     except FileNotFoundError:
         sealed = stem.with_name(stem.name + SEALED)
         return _read_sealed(sealed, ref) if sealed.exists() else AttemptPayload()
+
+
+def _salvage(stem: Path, ref: str, fsync: bool) -> SealedPayload | None:
+    live, sealed = stem.with_name(stem.name + LIVE), stem.with_name(stem.name + SEALED)
+    with _disk("payload.salvage"):
+        if sealed.exists():
+            live.unlink(missing_ok=True)
+            return SealedPayload(ref=ref, size_bytes=sealed.stat().st_size)
+        try:
+            payload, _ = gather(live.read_bytes())
+        except FileNotFoundError:
+            return None
+        size_bytes = _keep(stem, pack(payload), fsync=fsync)
+        live.unlink(missing_ok=True)
+    return SealedPayload(ref=ref, size_bytes=size_bytes)
 
 
 def _delete(paths: Sequence[Path]) -> None:

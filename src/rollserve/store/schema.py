@@ -31,12 +31,31 @@ class Queue(IntEnum):
 
 class Handover(StrEnum):
     """Values of ``deliveries.state`` and ``leases.state``. ``returned``: a group that was given back and
-    waits to be leased again."""
+    waits to be leased again. ``withheld``: it was too old to be handed over."""
 
     LEASED = "leased"
     ACKED = "acked"
     COMMITTED = "committed"
     RETURNED = "returned"
+    WITHHELD = "withheld"
+
+
+class Fate(StrEnum):
+    """What became of an attempt's sampled tokens; values of ``attempts.fate``. Each attempt that has ended
+    has exactly one. ``waiting``: in a rollout that ended well, of a group not handed over yet."""
+
+    WAITING = "waiting"
+    DELIVERED = "delivered"
+    FILTERED = "filtered"
+    STALE = "stale"
+    SHORT = "short"
+    REDUNDANT = "redundant"
+    STRAGGLER = "straggler"
+    DEADLINE = "deadline"
+    HOPELESS = "hopeless"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    RETRIED = "retried"
 
 
 metadata = sa.MetaData(
@@ -66,6 +85,10 @@ policies = sa.Table(
     sa.Column("paused", sa.Boolean, nullable=False),
     sa.Column("labels", sa.Text, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("template", sa.Text),
+    sa.Column("weights", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("weight_update", sa.Text),
+    sa.Column("canary", sa.Text),
 )
 
 backends = sa.Table(
@@ -92,8 +115,17 @@ runs = sa.Table(
     sa.Column("spec", sa.Text, nullable=False),
     sa.Column("max_running", sa.Integer, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("rank", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("base_version", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("ahead_groups", sa.BigInteger),
+    sa.Column("per_version", sa.BigInteger),
+    sa.Column("judged", sa.Boolean, nullable=False, server_default="0"),
+    sa.Column("hold_s", sa.Double),
     sqlite_autoincrement=True,
 )
+"""``rank``: higher starts first. A paced run may have started ``ahead_groups`` groups and ``per_version``
+for each version of its policy since ``base_version``. ``judged``: it has filters. ``hold_s``: its groups
+are handed over in submit order, and wait so long for earlier ones."""
 
 COUNTERS = (
     "queued",
@@ -104,13 +136,17 @@ COUNTERS = (
     "groups_open",
     "groups_finished",
     "groups_undelivered",
+    "groups_started",
+    "groups_good",
 )
+"""``groups_open`` are not in the log yet, ``groups_started`` those of them that were started;
+``groups_good`` are in the log and worth training, since the run was opened or rewound."""
 
 run_counts = sa.Table(
     "run_counts",
     metadata,
     sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
-    *(sa.Column(name, sa.BigInteger, nullable=False) for name in COUNTERS),
+    *(sa.Column(name, sa.BigInteger, nullable=False, server_default="0") for name in COUNTERS),
 )
 
 groups = sa.Table(
@@ -130,12 +166,30 @@ groups = sa.Table(
     sa.Column("finished_at", sa.Double),
     sa.Column("finished_seq", sa.BigInteger),
     sa.Column("holders", sa.Integer, nullable=False),
+    sa.Column("rule", sa.Text),
+    sa.Column("total", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("usable", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("sampled", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("deadline_s", sa.Double),
+    sa.Column("started_at", sa.Double),
+    sa.Column("due_at", sa.Double, index=True),
+    sa.Column("good", sa.Boolean, nullable=False, server_default="0"),
+    sa.Column("carried", sa.Boolean, nullable=False, server_default="0"),
+    sa.Column("filtered_by", sa.String(256)),
+    sa.Column("note", sa.Text),
+    sa.Column("source_seq", sa.BigInteger),
+    sa.Index(None, "run_id", "source_seq"),
     sa.UniqueConstraint("run_id", "key"),
     sa.UniqueConstraint("run_id", "finished_seq"),
     sa.Index(None, "run_id", "state", "seq"),
     sqlite_autoincrement=True,
 )
-"""``remaining`` counts rollouts that have not ended, ``holders`` trainers that have acked it."""
+"""``remaining`` counts rollouts that have not ended, ``holders`` trainers that have acked it. ``due_at``:
+when an open group is ended as it is, or a held one enters the log."""
+
+GROUP_JUDGING = groups.c.state == sa.literal_column("'judging'")
+
+sa.Index("ix_groups_judging", groups.c.seq, sqlite_where=GROUP_JUDGING, postgresql_where=GROUP_JUDGING)
 
 rollouts = sa.Table(
     "rollouts",
@@ -191,10 +245,41 @@ attempts = sa.Table(
     sa.Column("accepted", sa.Boolean),
     sa.Column("payload", sa.String(512)),
     sa.Column("record", sa.Text, nullable=False),
+    sa.Column("fate", STATE),
+    sa.Column("sampled", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("masked", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("left_out", sa.BigInteger, nullable=False, server_default="0"),
     sa.UniqueConstraint("rollout_id", "epoch"),
     sqlite_autoincrement=True,
 )
-"""``accepted``: NULL while it runs, true when its end was taken, false when it was fenced or lost."""
+"""``accepted``: NULL while it runs, true when its end was taken, false when it was fenced or lost. Of its
+``sampled`` tokens, a delivery did not train ``masked`` (too old) and ``left_out`` (in no sample)."""
+
+ATTEMPT_UNTOLD = attempts.c.accepted.is_(None)
+
+sa.Index("ix_attempts_untold", attempts.c.seq, sqlite_where=ATTEMPT_UNTOLD, postgresql_where=ATTEMPT_UNTOLD)
+
+run_bins = sa.Table(
+    "run_bins",
+    metadata,
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Column("kind", sa.String(16), primary_key=True),
+    sa.Column("bin", sa.String(256), primary_key=True),
+    sa.Column("many", sa.BigInteger, nullable=False),
+    sa.Column("tokens", sa.BigInteger, nullable=False),
+)
+"""Histograms of a run, kept by the writes that change them (``ops.bins``)."""
+
+sources = sa.Table(
+    "sources",
+    metadata,
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Column("state", STATE, nullable=False),
+    sa.Column("position", sa.BigInteger, nullable=False),
+    sa.Column("lines", sa.BigInteger, nullable=False),
+    sa.Column("digest", sa.String(64), nullable=False),
+    sa.Column("detail", sa.Text, nullable=False),
+)
 
 trainers = sa.Table(
     "trainers",
@@ -216,6 +301,7 @@ checkpoints = sa.Table(
     sa.Column("policy_version", sa.BigInteger, nullable=False),
     sa.Column("cursor", sa.Text),
     sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("source_position", sa.BigInteger),
     sa.UniqueConstraint("run_id", "trainer", "seq"),
 )
 
@@ -229,8 +315,11 @@ leases = sa.Table(
     sa.Column("state", STATE, nullable=False),
     sa.Column("expires_at", sa.Double, nullable=False),
     sa.Column("group_ids", sa.Text, nullable=False),
+    sa.Column("facts", sa.Text),
     sa.Index(None, "state", "expires_at"),
 )
+
+"""``facts``: what the delivery found out of each attempt in it (``store.base.Handed``)."""
 
 deliveries = sa.Table(
     "deliveries",

@@ -1,15 +1,15 @@
 """The store on a SQL database: SQLite, or PostgreSQL through the same statements.
 
-A thin facade: writes go to the one writer (``writer``), reads to a few threads with snapshots of their
-own; what they do is in ``ops``, by topic.
+A thin facade: writes go to the one writer (``writer``), reads to a few threads (``readers``) with
+snapshots of their own; what they do is in ``ops``, by topic.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -18,21 +18,45 @@ import sqlalchemy as sa
 from rollserve.errors import Unavailable
 from rollserve.records.delivery import Checkpoint, Lease
 from rollserve.records.event import Event
-from rollserve.records.policy import Backend, Policy
+from rollserve.records.policy import Backend, Policy, TemplateFinding
 from rollserve.records.rollout import Attempt, Group, Rollout, RolloutState
-from rollserve.records.run import Run, RunState
-from rollserve.store.base import Finish, Finished, NewGroup, Page, Start
+from rollserve.records.run import Run, RunState, SourceStatus
+from rollserve.records.update import Canary, WeightUpdate
+from rollserve.store.base import (
+    Bin,
+    Fed,
+    Finish,
+    Finished,
+    Handed,
+    NewGroup,
+    Page,
+    SealedPayload,
+    Start,
+    Stopped,
+    Supply,
+)
 from rollserve.store.engine import Synchronous, make_engine, prepare_file
 from rollserve.store.migrate import migrate
-from rollserve.store.ops import cancel, deliveries, keys, policies, rollouts, runs, start
+from rollserve.store.ops import (
+    bins,
+    cancel,
+    closing,
+    deliveries,
+    keys,
+    policies,
+    rollouts,
+    runs,
+    sources,
+    start,
+)
 from rollserve.store.ops import events as event_ops
 from rollserve.store.ops import finish as finish_ops
 from rollserve.store.ops import groups as group_ops
 from rollserve.store.ops.tx import Tx
+from rollserve.store.readers import READERS, Readers
 from rollserve.store.writer import Writer
 
 T = TypeVar("T")
-READERS = 4
 
 
 class SqlStore:
@@ -54,7 +78,7 @@ class SqlStore:
         self._writing: sa.Engine | None = None
         self._reading: sa.Engine | None = None
         self._writer: Writer | None = None
-        self._readers: ThreadPoolExecutor | None = None
+        self._readers: Readers | None = None
 
     # -- life
 
@@ -65,7 +89,7 @@ class SqlStore:
         self._reading = make_engine(url, synchronous=synchronous, writer=False, connections=READERS)
         await asyncio.to_thread(prepare_file, url)
         await asyncio.to_thread(migrate, self._writing)
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="rollserve-store-reader")
+        self._readers = Readers()
         self._writer = Writer(self._writing, event_ops.EventLog(self._keep_events), clock=self._clock)
         self._writer.start()
 
@@ -74,7 +98,7 @@ class SqlStore:
         if self._writer is not None:
             await self._writer.close()
         if self._readers is not None:
-            await asyncio.to_thread(self._readers.shutdown, wait=True)
+            await self._readers.close()
         for engine in (self._reading, self._writing):
             if engine is not None:
                 await asyncio.to_thread(engine.dispose)
@@ -99,7 +123,7 @@ class SqlStore:
             with engine.connect() as conn:
                 return operation(conn)
 
-        return await asyncio.get_running_loop().run_in_executor(readers, snapshot)
+        return await readers.run(snapshot)
 
     # -- keys
 
@@ -120,8 +144,8 @@ class SqlStore:
     async def get_policy(self, name: str) -> Policy:
         return await self._read(lambda conn: policies.get_policy(conn, name))
 
-    async def list_policies(self) -> list[Policy]:
-        return await self._read(policies.list_policies)
+    async def list_policies(self, *, cursor: str | None = None, limit: int = 100) -> Page[Policy]:
+        return await self._read(lambda conn: policies.list_policies(conn, cursor, limit))
 
     async def set_policy_version(self, name: str, version: int, label: str) -> Policy:
         return await self._write(lambda tx: policies.set_policy_version(tx, name, version, label))
@@ -129,22 +153,36 @@ class SqlStore:
     async def set_policy_paused(self, name: str, paused: bool) -> Policy:
         return await self._write(lambda tx: policies.set_policy_paused(tx, name, paused))
 
+    async def set_policy_template(self, name: str, finding: TemplateFinding) -> Policy:
+        return await self._write(lambda tx: policies.set_policy_template(tx, name, finding))
+
+    async def set_policy_update(self, name: str, update: WeightUpdate) -> Policy:
+        return await self._write(lambda tx: policies.set_policy_update(tx, name, update))
+
+    async def commit_policy_update(self, name: str, update: WeightUpdate, canary: Canary | None) -> Policy:
+        return await self._write(lambda tx: policies.commit_policy_update(tx, name, update, canary))
+
+    async def set_policy_canary(self, name: str, canary: Canary) -> None:
+        await self._write(lambda tx: policies.set_policy_canary(tx, name, canary))
+
     async def put_backend(self, backend: Backend) -> None:
         await self._write(lambda tx: policies.put_backend(tx, backend))
 
     async def get_backend(self, backend_id: str) -> Backend:
         return await self._read(lambda conn: policies.get_backend(conn, backend_id))
 
-    async def list_backends(self, policy: str | None = None) -> list[Backend]:
-        return await self._read(lambda conn: policies.list_backends(conn, policy))
+    async def list_backends(
+        self, policy: str | None = None, *, cursor: str | None = None, limit: int = 100
+    ) -> Page[Backend]:
+        return await self._read(lambda conn: policies.list_backends(conn, policy, cursor, limit))
 
     async def delete_backend(self, backend_id: str) -> None:
         await self._write(lambda tx: policies.delete_backend(tx, backend_id))
 
     # -- runs
 
-    async def create_run(self, run: Run) -> None:
-        await self._write(lambda tx: runs.create_run(tx, run))
+    async def create_run(self, run: Run, source: SourceStatus | None = None) -> Run:
+        return await self._write(lambda tx: runs.create_run(tx, run, source))
 
     async def get_run(self, run_id: str) -> Run:
         return await self._read(lambda conn: runs.get_run(conn, run_id))
@@ -161,6 +199,14 @@ class SqlStore:
 
     async def run_counts(self, run_id: str) -> dict[str, int]:
         return await self._read(lambda conn: runs.run_counts_of(conn, run_id))
+
+    async def run_bins(self, run_id: str | None) -> dict[str, dict[str, Bin]]:
+        if run_id is None:
+            return await self._read(bins.bins_of_all)
+        return await self._read(lambda conn: bins.bins_of(conn, run_id))
+
+    async def count_queued(self) -> int:
+        return await self._read(runs.count_queued)
 
     async def prune_run(self, run_id: str) -> list[str]:
         """In steps, each a transaction; sent again after a crash it goes on where it was."""
@@ -181,12 +227,14 @@ class SqlStore:
         readers = self._readers
         if readers is None:
             raise Unavailable("the store is closed")
-        loop = asyncio.get_running_loop()
-        prepared = await loop.run_in_executor(readers, group_ops.prepare, list(groups))
+        prepared = await readers.run(lambda: group_ops.prepare(groups))
         return await self._write(lambda tx: group_ops.submit(tx, run_id, prepared))
 
     async def get_group(self, group_id: str) -> Group:
         return await self._read(lambda conn: group_ops.get_group(conn, group_id))
+
+    async def group_counts(self, group_id: str) -> dict[str, int]:
+        return await self._read(lambda conn: group_ops.group_counts(conn, group_id))
 
     async def list_groups(
         self, run_id: str, *, state: str | None = None, cursor: str | None = None, limit: int = 100
@@ -216,11 +264,68 @@ class SqlStore:
             )
         )
 
-    async def list_attempts(self, rollout_id: str) -> list[Attempt]:
-        return await self._read(lambda conn: rollouts.list_attempts(conn, rollout_id))
+    async def list_attempts(
+        self, rollout_id: str, *, cursor: str | None = None, limit: int = 100
+    ) -> Page[Attempt]:
+        return await self._read(lambda conn: rollouts.list_attempts(conn, rollout_id, cursor, limit))
+
+    async def last_attempt(self, rollout_id: str) -> Attempt | None:
+        return await self._read(lambda conn: rollouts.last_attempt(conn, rollout_id))
 
     async def get_attempt(self, attempt_id: str) -> Attempt:
         return await self._read(lambda conn: rollouts.get_attempt(conn, attempt_id))
+
+    # -- groups that end by rule
+
+    async def end_due_groups(self, now: float) -> Stopped:
+        return await self._steps(lambda tx: closing.end_due(tx, now))
+
+    async def next_group_due(self) -> float | None:
+        return await self._read(closing.next_due)
+
+    async def list_judging(self, limit: int = 100) -> list[tuple[Group, list[float]]]:
+        return await self._read(lambda conn: sources.list_judging(conn, limit))
+
+    async def judge_group(self, group_id: str, *, filtered_by: str | None, note: str | None) -> Stopped:
+        return await self._write(lambda tx: closing.judge(tx, group_id, filtered_by, note))
+
+    async def _steps(self, step: Callable[[Tx], tuple[Stopped, bool]]) -> Stopped:
+        """Until the last step, each a transaction; the sum of what they led to."""
+        total, last = Stopped(), False
+        while not last:
+            some, last = await self._write(step)
+            total = Stopped(
+                finished=dict(Counter(total.finished) + Counter(some.finished)),
+                left=total.left + some.left,
+                judging=total.judging or some.judging,
+                held=total.held or some.held,
+                running=total.running + some.running,
+            )
+        return total
+
+    # -- task sources
+
+    async def list_sources(self) -> list[str]:
+        return await self._read(sources.list_sources)
+
+    async def source(self, run_id: str) -> SourceStatus | None:
+        return await self._read(lambda conn: sources.get_source(conn, run_id))
+
+    async def supply(self, run_id: str) -> Supply:
+        return await self._read(lambda conn: sources.supply(conn, run_id))
+
+    async def feed(self, run_id: str, fed: Fed) -> bool:
+        readers = self._readers
+        if readers is None:
+            raise Unavailable("the store is closed")
+        prepared = await readers.run(lambda: group_ops.prepare(fed.groups))
+        return await self._write(lambda tx: sources.feed(tx, run_id, fed, prepared))
+
+    async def stop_source_groups(self, run_id: str) -> Stopped:
+        return await self._steps(lambda tx: closing.stop_source(tx, run_id))
+
+    async def carry_source_groups(self, run_id: str) -> int:
+        return await self._write(lambda tx: closing.carry_source(tx, run_id))
 
     # -- the scheduler's
 
@@ -233,30 +338,51 @@ class SqlStore:
     async def finish_attempt(self, finish: Finish) -> Finished:
         return await self._write(lambda tx: finish_ops.finish_attempt(tx, finish))
 
-    async def recover(self, now: float) -> int:
-        return await self._write(lambda tx: finish_ops.recover(tx, now))
+    async def list_interrupted(self) -> list[tuple[str, str]]:
+        return await self._read(finish_ops.list_interrupted)
+
+    async def recover(self, now: float, payloads: Mapping[str, SealedPayload]) -> int:
+        return await self._write(lambda tx: finish_ops.recover(tx, now, payloads))
 
     async def cancel_rollouts(
         self, *, rollout_id: str | None = None, group_id: str | None = None, run_id: str | None = None
     ) -> tuple[list[Rollout], list[Rollout]]:
         """In steps, each a transaction. What is started between two steps is among the running."""
         ended: list[Rollout] = []
+        stopped: list[Rollout] = []
         while True:
             some, running, last = await self._write(
                 lambda tx: cancel.cancel_step(tx, rollout_id, group_id, run_id)
             )
             ended += some
+            stopped += running
             if last:
-                return ended, running
+                return ended, stopped
 
     # -- deliveries
 
     async def lease_groups(
-        self, run_id: str, trainer: str, epoch: int | None, *, limit: int, ttl_s: float, now: float
+        self,
+        run_id: str,
+        trainer: str,
+        epoch: int | None,
+        *,
+        limit: int,
+        max_tokens: int | None = None,
+        ttl_s: float,
+        now: float,
     ) -> Lease | None:
         return await self._write(
-            lambda tx: deliveries.lease_groups(tx, run_id, trainer, epoch, limit=limit, ttl_s=ttl_s, now=now)
+            lambda tx: deliveries.lease_groups(
+                tx, run_id, trainer, epoch, limit=limit, max_tokens=max_tokens, ttl_s=ttl_s, now=now
+            )
         )
+
+    async def note_lease(self, lease_id: str, handed: Sequence[Handed], withheld: Sequence[str]) -> None:
+        await self._write(lambda tx: deliveries.note_lease(tx, lease_id, handed, withheld))
+
+    async def run_over(self, run_id: str, trainer: str) -> tuple[str, str] | None:
+        return await self._read(lambda conn: deliveries.run_over(conn, run_id, trainer))
 
     async def renew_lease(self, lease_id: str, *, ttl_s: float, now: float) -> Lease:
         return await self._write(lambda tx: deliveries.renew_lease(tx, lease_id, ttl_s=ttl_s, now=now))
@@ -284,8 +410,12 @@ class SqlStore:
     async def trainer_epoch(self, run_id: str, trainer: str) -> int:
         return await self._read(lambda conn: deliveries.trainer_epoch(conn, run_id, trainer))
 
-    async def list_checkpoints(self, run_id: str, trainer: str) -> list[Checkpoint]:
-        return await self._read(lambda conn: deliveries.list_checkpoints(conn, run_id, trainer))
+    async def list_checkpoints(
+        self, run_id: str, trainer: str, *, cursor: str | None = None, limit: int = 100
+    ) -> Page[Checkpoint]:
+        return await self._read(
+            lambda conn: deliveries.list_checkpoints(conn, run_id, trainer, cursor, limit)
+        )
 
     async def expire_leases(self, now: float) -> int:
         return await self._write(lambda tx: deliveries.expire_leases(tx, now))

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from rollserve.errors import Unavailable
+from rollserve.store.ops import bins
 from rollserve.store.ops.events import EventLog
-from rollserve.store.ops.tx import Tx
+from rollserve.store.ops.tx import Bins, Tx
 
 T = TypeVar("T")
 
@@ -110,10 +111,15 @@ class Writer:
     def _commit(self, batch: list[_Pending]) -> None:
         """The edge between the database's failures and the callers', who all hear of them."""
         rows: list[dict[str, Any]] = []
+        added: Bins = {}
         try:
             with self._engine.begin() as conn:
                 for pending in batch:
-                    rows += self._run_one(conn, pending)
+                    done = self._run_one(conn, pending)
+                    if done is not None:
+                        rows += done.events
+                        _merge(added, done.bins)
+                bins.write(conn, added)
                 self._events.write(conn, rows)
         except Exception as error:
             for pending in batch:
@@ -121,7 +127,8 @@ class Writer:
         self.batches += 1
         self.operations += len(batch)
 
-    def _run_one(self, conn: sa.Connection, pending: _Pending) -> list[dict[str, Any]]:
+    def _run_one(self, conn: sa.Connection, pending: _Pending) -> Tx | None:
+        """What the operation leaves to be written; None when it failed."""
         tx = Tx(conn, self._clock())
         try:
             with conn.begin_nested():
@@ -130,8 +137,8 @@ class Writer:
             pending.error = _told(error)
             if _rolled_back(conn):  # what ran before in this batch is undone too: nobody may hear "done"
                 raise
-            return []
-        return tx.events
+            return None
+        return tx
 
     def _resolve(self, batch: list[_Pending]) -> None:
         for pending in batch:
@@ -142,6 +149,12 @@ class Writer:
                 pending.future.set_exception(pending.error)
             else:
                 pending.future.set_result(pending.result)
+
+
+def _merge(added: Bins, more: Bins) -> None:
+    for key, (many, tokens) in more.items():
+        before = added.get(key, (0, 0))
+        added[key] = (before[0] + many, before[1] + tokens)
 
 
 def _rolled_back(conn: sa.Connection) -> bool:

@@ -17,7 +17,7 @@ import pytest
 from rollserve.agent.base import Agent, AgentResult
 from rollserve.agent.toolbox import BuiltToolbox
 from rollserve.errors import BackendUnavailable, LimitReached
-from rollserve.sandbox.tools import EchoTool, SubmitTool
+from rollserve.sandbox.tools.plain import EchoTool, SubmitTool
 from rollserve.testing.fakes import ScriptedModel, Turn, says, some_episode
 
 DEADLINE_S = 30.0

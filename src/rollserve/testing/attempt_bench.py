@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollserve.executor.base import StartAttempt
@@ -11,6 +12,7 @@ from rollserve.records.run import RunSpec
 from rollserve.records.task import AgentSpec, GraderSpec, Task
 from rollserve.rollouts.attempt import AttemptRunner
 from rollserve.rollouts.stages import StagePools, StageSlots
+from rollserve.rollouts.worker_ports import Keeper
 from rollserve.sandbox.base import Sandbox
 from rollserve.testing.clock import FakeClock
 from rollserve.testing.fakes_worker import FakePorts
@@ -25,7 +27,8 @@ class AttemptBench:
         self.pools = StagePools(StageSlots(init=2, ready=2, run=4, grade=2))
         self.stages: list[tuple[str, str]] = []
         self.counters: dict[str, float] = {}
-        self.kept: list[tuple[Sandbox, float]] = []
+        self.kept: list[Sandbox] = []
+        self.unclosed: list[tuple[list[Sandbox], Callable[[], None]]] = []
         self.tasks: list[asyncio.Task[Attempt | None]] = []
 
     # -- AttemptObserver
@@ -36,8 +39,8 @@ class AttemptBench:
     def count(self, counter: str, by: float = 1) -> None:
         self.counters[counter] = self.counters.get(counter, 0) + by
 
-    def keep(self, sandbox: Sandbox, seconds: float) -> None:
-        self.kept.append((sandbox, seconds))
+    def close_later(self, sandboxes: Sequence[Sandbox], closed: Callable[[], None]) -> None:
+        self.unclosed.append((list(sandboxes), closed))
 
     # -- driving
     @staticmethod
@@ -47,7 +50,7 @@ class AttemptBench:
 
     @classmethod
     def start_message(
-        cls, attempt_id: str = "a", *, run: RunSpec | None = None, keep_s: float = 0.0, **fields: Any
+        cls, attempt_id: str = "a", *, run: RunSpec | None = None, **fields: Any
     ) -> StartAttempt:
         return StartAttempt(
             attempt_id=attempt_id,
@@ -58,10 +61,9 @@ class AttemptBench:
             epoch=1,
             run_json=(run or RunSpec(policy="p")).model_dump_json().encode(),
             task_json=cls.task(**fields).model_dump_json().encode(),
-            keep_sandbox_s=keep_s,
         )
 
-    def runner(self, attempt_id: str = "a", **fields: Any) -> AttemptRunner:
+    def runner(self, attempt_id: str = "a", *, keep_s: float = 0.0, **fields: Any) -> AttemptRunner:
         start = self.start_message(attempt_id, **fields)
         return AttemptRunner(
             start,
@@ -70,6 +72,7 @@ class AttemptBench:
             ports=self.fakes.ports,
             pools=self.pools,
             observer=self,
+            keeper=Keeper(take=self.kept.append, seconds=keep_s) if keep_s else None,
         )
 
     def spawn(self, runner: AttemptRunner) -> asyncio.Task[Attempt | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from rollserve.errors import SandboxError, TooLarge
 from rollserve.grader.base import Grading
 from rollserve.records.call import Message, ToolCall
 from rollserve.records.task import GraderSpec, Task
-from rollserve.sandbox.base import WORKDIR, ExecResult, Sandbox
+from rollserve.sandbox.base import WORKDIR, Console, ExecResult, Program, Sandbox
 
 Turn = Message | Reply | Exception
 """What a scripted model does when it is asked: say something, or raise."""
@@ -88,6 +89,21 @@ class FakeSandbox:
         self._check()
         self.commands.append((command, timeout_s))
         return self._shell(command)
+
+    async def run(self, command: str, *, timeout_s: float, on_output: Callable[[bytes], None]) -> int | None:
+        result = await self.exec(command, timeout_s=timeout_s)
+        on_output(result.output.encode())
+        return result.exit_code
+
+    async def spawn(self, command: str, *, on_errors: Callable[[bytes], None]) -> Program:
+        raise SandboxError("a fake runs no programs", operation="sandbox.spawn")
+
+    async def open_console(self) -> Console:
+        raise SandboxError("a fake runs no programs", operation="sandbox.spawn")
+
+    async def listen(self) -> socket.socket:
+        self._check()
+        return socket.create_server(("127.0.0.1", 0))
 
     async def read_file(self, path: str, *, limit_bytes: int = 16 << 20) -> bytes:
         self._check()

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Literal
 
-from rollserve.errors import FailureKind, InvalidInput, NotFound, UnknownName
+from rollserve.backend.base import Backend
+from rollserve.errors import BackendUnavailable, FailureKind, InvalidInput, NotFound, UnknownName
 from rollserve.executor.base import (
     AckAttempt,
     AttemptEnded,
@@ -24,10 +26,12 @@ from rollserve.executor.base import (
     WorkerStats,
 )
 from rollserve.records.call import Call, Message, SamplingParams, VersionSpan, pack_floats, pack_ids
-from rollserve.records.policy import BackendInfo, BackendSpec
+from rollserve.records.policy import BackendInfo, BackendSpec, PolicySpec, TemplateFinding, TemplateReport
 from rollserve.records.rollout import Attempt, Failure, RolloutState
 from rollserve.records.task import Task
+from rollserve.records.update import UpdateMode
 from rollserve.store.base import AttemptPayload, SealedPayload, Segment
+from rollserve.testing.scripted import ScriptedBackend, ScriptedEngine
 
 Play = Callable[["FakeExecutor", str, StartAttempt], None]
 
@@ -227,6 +231,11 @@ class FakePayloads:
     async def read_live(self, run_id: str, attempt_id: str) -> AttemptPayload:
         return self.live.get(f"{run_id}/{attempt_id}", AttemptPayload())
 
+    async def salvage(self, run_id: str, attempt_id: str) -> SealedPayload | None:
+        ref = f"{run_id}/{attempt_id}"
+        left = self.live.pop(ref, None)
+        return None if left is None else SealedPayload(ref=self.keep(ref, left), size_bytes=1)
+
     async def delete(self, refs: Sequence[str]) -> None:
         for ref in refs:
             self.kept.pop(ref, None)
@@ -278,9 +287,91 @@ async def check_task(task: Task, field: str) -> None:
         raise InvalidInput("no such image", field=f"{field}.image")
 
 
+async def check_filter(path: str, field: str) -> None:
+    """Knows the module ``filters``."""
+    if not path.startswith("filters:"):
+        raise InvalidInput(f"{path!r} can't be loaded", field=field)
+
+
+async def keeps(path: str, arguments: dict[str, Any]) -> bool:
+    """``filters:raises`` raises; any other keeps groups whose best reward is 1."""
+    if path == "filters:raises":
+        raise ZeroDivisionError("division by zero")
+    rewards: list[float] = arguments["rewards"]
+    return max(rewards) == 1.0
+
+
 async def probe_backend(spec: BackendSpec, model: str) -> BackendInfo:
     """Every URL serves the model, save ``…/other`` (another model) and ``…/nothing`` (no backend)."""
     if spec.url.endswith("/nothing"):
         raise InvalidInput("an nginx answers there", field="url")
     served = "another-model" if spec.url.endswith("/other") else model
     return BackendInfo(engine="fake", models=[served], context_tokens=4096)
+
+
+def open_backend(spec: BackendSpec, model: str) -> Backend:
+    """Of engines that have said nothing yet; one whose address says ``silent`` does not score."""
+    engine = ScriptedEngine(model=model)
+    engine.scores = "silent" not in spec.url
+    return ScriptedBackend(engine)
+
+
+class FakeControl:
+    """``rollserve.backend.control.Control``; ``said`` is what was asked of which address, over all that one
+    ``FakeControls`` made."""
+
+    def __init__(self, url: str, made: FakeControls) -> None:
+        self._url = url
+        self._made = made
+        self.waits = made.waits
+
+    async def check(self, mode: UpdateMode) -> str:
+        if self._url in self._made.fixed:
+            raise InvalidInput(f"{self._url} can't be paused", field="backends")
+        await self._say("check")
+        return ""
+
+    async def pause(self, mode: UpdateMode, within_s: float) -> None:
+        await self._made.gate.wait()
+        await self._say(f"pause {mode.value}")
+
+    async def announce(self, label: str) -> None:
+        await self._say(f"announce {label}")
+
+    async def resume(self) -> None:
+        await self._say("resume")
+
+    async def close(self) -> None:
+        self._made.open -= 1
+
+    async def _say(self, what: str) -> None:
+        await asyncio.sleep(0)
+        if self._url in self._made.away:
+            raise BackendUnavailable(f"{self._url} does not answer", operation="backend.control")
+        self._made.said.append((self._url, what))
+
+
+class FakeControls:
+    """``Ports.open_control``. Servers ``away`` do not answer, ``fixed`` ones can't be updated; no pause takes
+    hold while ``gate`` is cleared. ``open`` are those that are not closed."""
+
+    waits = True
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, str]] = []
+        self.away: set[str] = set()
+        self.fixed: set[str] = set()
+        self.open = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    def __call__(self, spec: BackendSpec, shared_with: str | None) -> FakeControl:
+        self.open += 1
+        return FakeControl(spec.url, self)
+
+
+async def probe_template(spec: PolicySpec) -> TemplateFinding:
+    """Nothing is wrong with a template; of ``gone`` nothing can be said."""
+    verdict: Literal["unknown", "exact"] = "unknown" if spec.tokenizer == "gone" else "exact"
+    report = TemplateReport(verdict=verdict)
+    return TemplateFinding(keep=report, strip=report)

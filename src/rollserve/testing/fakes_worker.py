@@ -4,6 +4,7 @@ and can be told to be slow, to hang or to fail at any point."""
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
@@ -24,13 +25,13 @@ from rollserve.errors import (
     UnknownName,
 )
 from rollserve.executor.base import PolicyView
-from rollserve.gateway.base import SessionSpec
+from rollserve.gateway.base import Ending, Session, SessionSpec
 from rollserve.grader.base import Grade, GraderEntry, Grading
 from rollserve.records.call import Call, Message
 from rollserve.records.task import AgentSpec, GraderSpec, Task
 from rollserve.rollouts.clock import Clock
 from rollserve.rollouts.worker_ports import Bounds, WorkerPorts
-from rollserve.sandbox.base import ExecResult, RuntimeReport, Sandbox, SandboxSpec
+from rollserve.sandbox.base import Console, ExecResult, Program, RuntimeReport, Sandbox, SandboxSpec
 from rollserve.sandbox.tools import ToolResult
 from rollserve.store.base import AttemptPayload, SealedPayload
 
@@ -60,11 +61,14 @@ class Hooks:
     """By point; see where each is awaited."""
 
     create: Hook = _nothing
+    adopt: Hook = _nothing
     open_session: Hook = _nothing
     open_tools: Hook = _nothing
     close_tools: Hook = _nothing
     chat: Hook = _nothing
+    stalled: Hook = _nothing
     close_session: Hook = _nothing
+    listen: Hook = _nothing
     close_sandbox: Hook = _nothing
     seal: Hook = _nothing
 
@@ -84,13 +88,27 @@ class FakeSandbox:
         self, command: str, *, timeout_s: float = 60.0, output_limit_bytes: int = 65536
     ) -> ExecResult:
         self._check_open()
-        if "tar -cf" in command:
-            archive = _archive_in(command)
-            self.files[archive] = msgspec.msgpack.encode(self.files)
-        elif "tar -tf" in command:
+        if "tar -tf" in command:
             carried = msgspec.msgpack.decode(self.files.pop(_archive_in(command)), type=dict[str, bytes])
             self.files |= carried
+        elif "tar -cf" in command:
+            archive = _archive_in(command)
+            self.files[archive] = msgspec.msgpack.encode(self.files)
         return ExecResult(output="", exit_code=0)
+
+    async def run(self, command: str, *, timeout_s: float, on_output: Callable[[bytes], None]) -> int | None:
+        return (await self.exec(command, timeout_s=timeout_s)).exit_code
+
+    async def spawn(self, command: str, *, on_errors: Callable[[bytes], None]) -> Program:
+        raise SandboxError("a fake runs no programs", operation="sandbox.spawn")
+
+    async def open_console(self) -> Console:
+        raise SandboxError("a fake runs no programs", operation="sandbox.spawn")
+
+    async def listen(self) -> socket.socket:
+        self._check_open()
+        await self._runtime.hooks.listen()
+        return socket.create_server(("127.0.0.1", 0))
 
     async def read_file(self, path: str, *, limit_bytes: int = 16 << 20) -> bytes:
         self._check_open()
@@ -103,6 +121,11 @@ class FakeSandbox:
     async def write_file(self, path: str, data: bytes) -> None:
         self._check_open()
         self.files[path] = data
+
+    async def adopt(self, spec: SandboxSpec, *, ttl_s: float) -> None:
+        self._check_open()
+        await self._runtime.hooks.adopt()
+        self.spec, self.files = spec, dict(spec.files)
 
     async def close(self) -> None:
         await self._runtime.hooks.close_sandbox()
@@ -129,16 +152,17 @@ class FakeRuntime:
         self.made: list[FakeSandbox] = []
         self.most_open = 0
         self.reaps = 0
+        self.enforces: tuple[str, ...] = ()
         self._by_owner: Counter[str] = Counter()
 
     def report(self) -> RuntimeReport:
-        return RuntimeReport(name=self.name, usable=True, isolated=False)
+        return RuntimeReport(name=self.name, usable=True, isolated=False, enforces=self.enforces)
 
     def check_image(self, image: str) -> None:
         if image == "missing":
             raise InvalidInput("no such image: missing", field="image")
 
-    async def create(self, spec: SandboxSpec, *, owner: str, ttl_s: float) -> Sandbox:
+    async def create(self, spec: SandboxSpec, *, owner: str, ttl_s: float) -> FakeSandbox:
         self.check_image(spec.image)
         await self.hooks.create()
         self._by_owner[owner] += 1
@@ -148,6 +172,9 @@ class FakeRuntime:
         self.most_open = max(self.most_open, len(self.open))
         self.journal(f"sandbox.created {sandbox.id}")
         return sandbox
+
+    async def create_spare(self, spec: SandboxSpec, *, ttl_s: float) -> FakeSandbox:
+        return await self.create(spec, owner="spare", ttl_s=ttl_s)
 
     async def reap(self) -> int:
         self.reaps += 1
@@ -181,12 +208,17 @@ class FakeSession:
         self.id = f"session-{spec.attempt_id}"
         self.secret = f"secret-{spec.attempt_id}"
         self.base_url = "http://fake"
-        self.model = FakeModel(self)
         self.counts = dict.fromkeys(("turns", "sampled_tokens", "prompt_tokens", "breaks", "inexact"), 0)
         self.call_ids: list[str] = []
         self.trouble: LimitReached | InfrastructureFailure | None = None
+        self.stall: InfrastructureFailure | None = None
+        self.ending: Ending | None = None
         self.closed = False
         self._messages: list[Message] = []
+
+    @property
+    def model(self) -> FakeModel:
+        return FakeModel(self)
 
     def conversation(self) -> list[Message]:
         return list(self._messages)
@@ -209,10 +241,15 @@ class FakeSession:
             call_id=self.call_ids[-1], message=answer, finish_reason="stop", prompt_tokens=5, sampled_tokens=3
         )
 
-    async def close(self) -> None:
+    async def stalled(self) -> InfrastructureFailure | None:
+        await self._gateway.hooks.stalled()
+        return self.stall
+
+    async def close(self, ending: Ending = Ending.ENDED) -> None:
         await self._gateway.hooks.close_session()
         if not self.closed:
             self.closed = True
+            self.ending = ending
             self._gateway.open.discard(self.id)
             self._gateway.journal(f"session.closed {self.spec.attempt_id}")
 
@@ -303,6 +340,12 @@ class FakePayloads:
     async def read_live(self, run_id: str, attempt_id: str) -> AttemptPayload:
         return self.live.get(f"{run_id}/{attempt_id}", AttemptPayload())
 
+    async def salvage(self, run_id: str, attempt_id: str) -> SealedPayload | None:
+        ref = f"{run_id}/{attempt_id}"
+        if ref in self.live:
+            self.sealed[ref] = self.live.pop(ref)
+        return SealedPayload(ref=ref, size_bytes=1) if ref in self.sealed else None
+
     async def delete(self, refs: Sequence[str]) -> None:
         for ref in refs:
             self.sealed.pop(ref, None)
@@ -342,9 +385,10 @@ async def full_marks(grading: Grading) -> Grade:
 
 
 class FakeAgents:
-    """The name of a task's agent chooses the play."""
+    """The name of a task's agent chooses the play; ``mounts`` is what all of them want to see."""
 
     def __init__(self) -> None:
+        self.mounts: dict[str, str] = {}
         self.plays: dict[str, Play] = {"tool": one_turn}
 
     async def resolve(self, spec: AgentSpec) -> AgentEntry:
@@ -352,7 +396,11 @@ class FakeAgents:
             raise UnknownName("agent", spec.name, self.plays, field="task.agent.name")
         play = self.plays[spec.name]
         return AgentEntry(
-            name=spec.name, make=lambda _: FakeAgent(play), check=lambda _: None, code={"agent": "1"}
+            name=spec.name,
+            make=lambda _: FakeAgent(play),
+            check=lambda _: None,
+            mounts=lambda _: self.mounts,
+            code={"agent": "1"},
         )
 
 
@@ -407,6 +455,7 @@ class FakePorts:
         self.agents = FakeAgents()
         self.graders = FakeGraders()
         self.open_toolboxes = 0
+        self.routes = 0
         self.ports = WorkerPorts(
             runtimes={"fake": self.runtime},
             default_runtime="fake",
@@ -415,9 +464,20 @@ class FakePorts:
             agents=self.agents,
             graders=self.graders,
             open_toolbox=self.open_toolbox,
+            serve_session=self.serve_session,
             clock=self.clock,
             bounds=self.bounds,
         )
+
+    @asynccontextmanager
+    async def serve_session(self, session: Session, sock: socket.socket) -> AsyncIterator[str]:
+        self.routes += 1
+        with sock:
+            try:
+                yield f"http://inside/s/{session.id}/v1"
+            finally:
+                self.routes -= 1
+                self.journal("route.closed")
 
     @asynccontextmanager
     async def open_toolbox(
@@ -444,7 +504,7 @@ class FakePorts:
         held += [f"session {name}" for name in self.gateway.open]
         held += [f"generation {name}" for name in self.gateway.generating]
         held += [f"segment {ref}" for ref in self.payloads.live]
-        return held + ["toolbox"] * self.open_toolboxes
+        return held + ["toolbox"] * self.open_toolboxes + ["route"] * self.routes
 
 
 async def hang() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import socket
+import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar, TypedDict, cast
 
 from rollserve.sandbox.base import Runtime, RuntimeReport, Sandbox, SandboxLimits, SandboxSpec
 
@@ -67,6 +69,10 @@ async def must_fail(error: type[BaseException], awaitable: Awaitable[object]) ->
     raise AssertionError(f"{error.__name__} was not raised")
 
 
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 def host_has(path: str) -> bool:
     return os.path.exists(path)
 
@@ -96,6 +102,69 @@ async def count_ticks() -> None:
 def ticks_of(task: asyncio.Task[None]) -> int:
     name = task.get_name()
     return int(name) if name.isdigit() else 0
+
+
+class _Hears(TypedDict):
+    timeout_s: float
+    on_output: Callable[[bytes], None]
+
+
+class Said:
+    """Hears what a program prints."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self._more = asyncio.Event()
+
+    def hears(self, *, timeout_s: float = 60.0) -> _Hears:
+        """The arguments of ``Sandbox.run``."""
+        self.data = b""
+        return {"timeout_s": timeout_s, "on_output": self._hear}
+
+    def _hear(self, data: bytes) -> None:
+        self.data += data
+        self._more.set()
+
+    async def until(self, text: str) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while text.encode() not in self.data:
+                self._more.clear()
+                await self._more.wait()
+
+
+def dial(port: int) -> str:
+    """A command that says a word to a port of the sandbox's loopback address and prints the answer."""
+    return f"bash -c 'exec 5<>/dev/tcp/127.0.0.1/{port} && echo inside >&5 && cat <&5'"
+
+
+@asynccontextmanager
+async def greeting(sock: socket.socket) -> AsyncIterator[int]:
+    """Greets whoever says a word on the socket; yields its port."""
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"hello " + await reader.readline())
+        writer.close()
+
+    server = await asyncio.start_server(greet, sock=sock)
+    async with server:
+        yield int(sock.getsockname()[1])
+
+
+def host_socket() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def accepts(sock: socket.socket) -> bool:
+    """Whether the socket still listens."""
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+@contextmanager
+def open_folder() -> Iterator[Path]:
+    """A folder that the sandboxes' user can enter, unlike pytest's."""
+    with tempfile.TemporaryDirectory(prefix="rollserve-probe-") as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
 
 
 class RuntimeChecks:
@@ -131,6 +200,11 @@ class RuntimeChecks:
         async with self.runtime(data_dir) as runtime:
             yield await runtime.create(spec or SandboxSpec(), owner=OWNER, ttl_s=TTL_S)
 
+    async def needs_bash(self, box: Sandbox) -> None:
+        """To open a connection without a program of its own."""
+        if (await box.exec("command -v bash")).exit_code != 0:
+            self.skip("the default image has no bash")
+
     @asynccontextmanager
     async def isolated(self, data_dir: Path, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
         """For checks of isolation: skipped where the runtime does not claim any."""
@@ -142,6 +216,7 @@ class RuntimeChecks:
     @asynccontextmanager
     async def limited(self, data_dir: Path, limit: str, limits: SandboxLimits) -> AsyncIterator[Sandbox]:
         async with self.runtime(data_dir) as runtime:
-            if limit not in runtime.report().enforces:
+            report = runtime.report()
+            if limit not in (*report.enforces, *report.per_process):
                 self.skip(f"{runtime.name} does not enforce {limit}, and says so")
             yield await runtime.create(SandboxSpec(limits=limits), owner=OWNER, ttl_s=TTL_S)

@@ -17,7 +17,7 @@ from rollserve.backend.assembly import Assembly, Piece
 from rollserve.backend.base import BackendHealth, GenerateRequest, Generation, TokenSink
 from rollserve.backend.http import Answer
 from rollserve.backend.refusals import refusal
-from rollserve.errors import BackendUnavailable, ContextTooLong, InvalidInput
+from rollserve.errors import BackendUnavailable, CannotScore, ContextTooLong, InvalidInput
 from rollserve.records.call import SamplingParams
 from rollserve.records.policy import BackendInfo
 
@@ -98,11 +98,12 @@ def count(ids: list[int], pattern: tuple[int, ...]) -> int:
         found += tuple(ids[at : at + len(pattern)]) == pattern
 
 
-def logprob_of(token_id: int, position: int, *, greedy: bool) -> float:
-    """Deterministic, from -3 to just below 0; 0 where the choice was forced (``greedy``)."""
+def logprob_of(token_id: int, *, greedy: bool = False) -> float:
+    """Of the token, wherever it stands: from -3 to just below 0; 0 where the choice was forced
+    (``greedy``)."""
     if greedy:
         return 0.0
-    return -(((token_id * 2654435761 + position * 40503) >> 4) % 30000 + 1) / 10000.0
+    return -(((token_id * 2654435761) >> 4) % 30000 + 1) / 10000.0
 
 
 @dataclass(slots=True)
@@ -127,7 +128,10 @@ class ScriptedEngine:
     """``latency_s`` is the time of a whole reply (less when it is cut short), spread over its chunks of
     ``chunk_tokens`` (None: one chunk). ``label`` names the weights, None: it reports none; a change takes
     effect at the next chunk. ``faults`` befall the next requests, one each. While ``gate`` is cleared
-    nothing is sampled. ``logprobs_mode`` is ``processed`` or ``raw``."""
+    nothing is sampled. ``logprobs_mode`` is ``processed`` or ``raw``. Without ``counts_tokens`` its health
+    tells nothing of the tokens it made. Where it ``scores``, a score is off by ``score_shift``, as if its
+    weights were no longer those that sampled. ``pause`` and ``resume`` act as vLLM's: what runs ends first
+    (*wait*), ends as it is (*abort*) or stands still (*keep*), and what comes meanwhile waits."""
 
     def __init__(
         self,
@@ -151,7 +155,14 @@ class ScriptedEngine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.unhealthy: str | None = None
+        self.counts_tokens = True
+        self.scores = True
+        self.score_shift = 0.0
         self.running: dict[str, asyncio.Event] = {}
+        self.paused: str | None = None
+        self.resets = 0
+        self._frozen = False
+        self._changed = asyncio.Event()
         self.started = 0
         self.finished = 0
         self.aborted = 0
@@ -169,6 +180,16 @@ class ScriptedEngine:
                 field="token_ids",
             )
 
+    def refuses_next(self) -> bool:
+        """Whether the next request meets a status."""
+        return bool(self.faults) and self.faults[0].kind == "status"
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        """The logprob of each token but the first. Raises ``CannotScore``."""
+        if not self.scores:
+            raise CannotScore("this engine does not score", operation="backend.score")
+        return [logprob_of(token_id) - self.score_shift for token_id in token_ids[1:]]
+
     async def run(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         """Raises ``FaultHit``. Leaving early counts as an abort."""
         self.check(request.model, request.token_ids)
@@ -177,6 +198,7 @@ class ScriptedEngine:
         stopped = self.running[request.request_id] = asyncio.Event()
         done = False
         try:
+            await self._while(lambda: self.paused is not None, stopped)
             async for chunk in self._chunks(request, stopped):
                 done = chunk.finish_reason in ("stop", "length")
                 self.generated_tokens += len(chunk.token_ids)
@@ -186,6 +208,7 @@ class ScriptedEngine:
             raise
         finally:
             self.running.pop(request.request_id, None)
+            self._ring()
             self.finished += done
             self.aborted += not done
 
@@ -202,7 +225,7 @@ class ScriptedEngine:
             if await self._wait(stopped, token_s * (end - start)):
                 yield Chunk([], [], self.label, "abort")
                 return
-            logprobs = [logprob_of(ids[at], at, greedy=greedy) for at in range(start, end)]
+            logprobs = [logprob_of(token_id, greedy=greedy) for token_id in ids[start:end]]
             yield Chunk(ids[start:end], logprobs, self.label, reason if end == len(ids) else None)
         if fault is not None and last < len(ids):
             if fault.kind == "drop":
@@ -227,6 +250,7 @@ class ScriptedEngine:
 
     async def _wait(self, stopped: asyncio.Event, seconds: float) -> bool:
         """True when it was aborted meanwhile."""
+        await self._while(lambda: self._frozen, stopped)
         if not self.gate.is_set():
             waits = {asyncio.ensure_future(self.gate.wait()), asyncio.ensure_future(stopped.wait())}
             try:
@@ -243,6 +267,31 @@ class ScriptedEngine:
         else:
             await asyncio.sleep(0)
         return stopped.is_set()
+
+    async def pause(self, mode: str) -> None:
+        before = list(self.running)
+        self.paused, self._frozen = mode, mode == "keep"
+        if mode == "abort":
+            self.abort(before)
+        while mode == "wait" and any(request_id in self.running for request_id in before):
+            await self._changed.wait()
+
+    def resume(self) -> None:
+        self.paused, self._frozen = None, False
+        self._ring()
+
+    def _ring(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _while(self, holds: Callable[[], bool], stopped: asyncio.Event) -> None:
+        while holds() and not stopped.is_set():
+            waits = {asyncio.ensure_future(self._changed.wait()), asyncio.ensure_future(stopped.wait())}
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
 
     def abort(self, request_ids: list[str]) -> list[str]:
         """Those that were running. An id may carry vLLM's prefix."""
@@ -277,15 +326,19 @@ class ScriptedBackend:
             context_tokens=engine.context_tokens,
             logprobs_mode=engine.logprobs_mode,
             reports_versions=engine.label is not None,
+            structured=True,
         )
 
     async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
         assembly = Assembly(OPERATION)
         assembly.add(Piece([], [], prompt_ids=list(request.token_ids)))
+        if on_tokens is not None and not self.engine.refuses_next():
+            on_tokens([], [])
         try:
             async with aclosing(self.engine.run(request)) as chunks:
                 async for chunk in chunks:
-                    assembly.add(piece_of(chunk, len(assembly)), on_tokens)
+                    if assembly.add(piece_of(chunk, len(assembly)), on_tokens):
+                        return assembly.aborted()
         except FaultHit as hit:
             raise self._error(hit.fault) from hit
         return assembly.finish()
@@ -301,11 +354,19 @@ class ScriptedBackend:
     async def abort(self, request_ids: list[str]) -> None:
         self.engine.abort(request_ids)
 
+    async def score(self, token_ids: list[int], *, model: str) -> list[float]:
+        self.engine.check(model, token_ids)
+        return self.engine.score(token_ids)
+
     async def health(self) -> BackendHealth:
         self.health_checks += 1
         engine = self.engine
         return BackendHealth(
-            ok=engine.unhealthy is None, detail=engine.unhealthy or "", running=len(engine.running), waiting=0
+            ok=engine.unhealthy is None,
+            detail=engine.unhealthy or "",
+            running=len(engine.running),
+            waiting=0,
+            generated_tokens=engine.generated_tokens if engine.counts_tokens else None,
         )
 
     async def close(self) -> None:

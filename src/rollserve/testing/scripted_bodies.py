@@ -17,6 +17,7 @@ class Sampling(msgspec.Struct, frozen=True):
     max_tokens: int | None = None
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
 
 
 class Generate(msgspec.Struct, frozen=True):
@@ -31,6 +32,7 @@ class Complete(Sampling, frozen=True, kw_only=True):
     prompt: list[int]
     model: str | None = None
     stream: bool = False
+    echo: bool = False
 
 
 class Ids(msgspec.Struct, frozen=True):
@@ -38,7 +40,7 @@ class Ids(msgspec.Struct, frozen=True):
 
 
 class Label(msgspec.Struct, frozen=True):
-    weight_version: str
+    new_version: str
 
 
 Encode = Callable[[list[Chunk], str, str, list[int] | None], bytes]
@@ -89,6 +91,29 @@ def encode_whole(chunks: list[Chunk], request_id: str, model: str, prompt: list[
             at = end
         choice["weight_versions"] = spans
     return _generation(choice, request_id, model, prompt)
+
+
+def score_of(prompt: list[int], logprobs: list[float]) -> list[dict[str, Any] | None]:
+    """As vLLM has ``prompt_logprobs``."""
+    rest = zip(prompt[1:], logprobs, strict=True)
+    return [None, *({str(token_id): {"logprob": value, "rank": 1}} for token_id, value in rest)]
+
+
+def encode_scored(prompt: list[int], logprobs: list[float], model: str) -> bytes:
+    choice = {"index": 0, "finish_reason": "length", "token_ids": [], "logprobs": {"content": []}}
+    scored = score_of(prompt, logprobs)
+    return msgspec.json.encode(
+        {"model": model, "choices": [choice], "prompt_token_ids": prompt, "prompt_logprobs": scored}
+    )
+
+
+def encode_echoed(prompt: list[int], logprobs: list[float]) -> bytes:
+    """The prompt and no token more."""
+    tokens = [f"<{token_id}>" for token_id in prompt]
+    given = {"tokens": tokens, "token_logprobs": [None, *logprobs]}
+    choice = {"index": 0, "text": "".join(tokens), "finish_reason": "length", "token_ids": [],
+              "prompt_token_ids": prompt, "logprobs": given}  # fmt: skip
+    return msgspec.json.encode({"object": "text_completion", "choices": [choice]})
 
 
 def _joined(chunks: list[Chunk]) -> Chunk:

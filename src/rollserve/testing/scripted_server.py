@@ -17,6 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Literal
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -42,6 +43,8 @@ from rollserve.testing.scripted_bodies import (
     choice_of,
     encode_completion,
     encode_completion_event,
+    encode_echoed,
+    encode_scored,
     encode_stream,
     encode_whole,
 )
@@ -85,7 +88,7 @@ class Turns:
         key = (index, label)
         if key not in self._choices:
             ids = list(self.each[index].token_ids)
-            logprobs = [logprob_of(token_id, at, greedy=False) for at, token_id in enumerate(ids)]
+            logprobs = [logprob_of(token_id) for token_id in ids]
             chunk = Chunk(ids, logprobs, label, self.each[index].finish_reason)
             self._choices[key] = msgspec.json.encode([choice_of(chunk, 0)])
         return self._choices[key]
@@ -111,9 +114,17 @@ class ScriptedApp:
             "/metrics": self._metrics,
             "/stats": self._stats,
             "/update_weight_version": self._set_label,
+            "/is_paused": self._is_paused,
+            "/pause": self._pause_all,
+            "/resume": self._resume,
+            "/reset_prefix_cache": self._reset,
         }
         if turns is not None:
             engine.script = turns.script
+
+    def add_route(self, path: str, route: Callable[[Scope, bytes, Receive, Send], Awaitable[None]]) -> None:
+        """Or another in its place: servers differ in what they have besides."""
+        self._routes[path] = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -122,28 +133,32 @@ class ScriptedApp:
         body = await _body(receive)
         try:
             if route is None:
-                await _answer(send, 404, {"error": {"message": f"no route {scope['path']}", "code": 404}})
+                await answer(send, 404, {"error": {"message": f"no route {scope['path']}", "code": 404}})
             else:
                 await route(scope, body, receive, send)
         except FaultHit as hit:
             await _act_out(hit.fault, send)
         except msgspec.DecodeError as error:
-            await _answer(send, 400, {"error": {"message": str(error), "type": "BadRequest", "code": 400}})
+            await answer(send, 400, {"error": {"message": str(error), "type": "BadRequest", "code": 400}})
         except RollserveError as error:
             problem = {"message": str(error), "type": type(error).__name__, "code": error.status}
-            await _answer(send, error.status, {"error": problem})
+            await answer(send, error.status, {"error": problem})
 
     # ── vLLM's generate
 
     async def _generate(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         if not self.generate_open:
-            await _answer(send, 403, {"error": {"message": "scale-out endpoints are disabled", "code": 403}})
+            await answer(send, 403, {"error": {"message": "scale-out endpoints are disabled", "code": 403}})
             return
         asked = msgspec.json.decode(body, type=Generate)
         if self._is_plain(asked):
             await self._plain(asked, receive, send)
             return
         prompt = msgspec.json.decode(asked.token_ids, type=list[int])
+        if asked.sampling_params.prompt_logprobs is not None:
+            self.engine.check(asked.model, prompt)
+            await send_body(send, 200, encode_scored(prompt, self.engine.score(prompt), self.engine.model))
+            return
         request = self._request(asked.request_id, asked.model, prompt, asked.sampling_params)
         encode = encode_stream if asked.stream else encode_whole
         await self._run(request, asked.stream, encode, receive, send)
@@ -154,8 +169,10 @@ class ScriptedApp:
         return (
             self.turns is not None
             and not asked.stream
+            and sampling.prompt_logprobs is None
             and not engine.faults
             and engine.gate.is_set()
+            and engine.paused is None
             and asked.model == engine.model
             and sampling.top_k != 1
             and sampling.temperature > 0
@@ -177,13 +194,13 @@ class ScriptedApp:
         if engine.latency_s > 0 and not await self._pause(asked.request_id, receive):
             engine.aborted += 1
             stopped = Chunk([], [], engine.label, "abort")
-            await _send(send, 200, encode_whole([stopped], asked.request_id, engine.model, None))
+            await send_body(send, 200, encode_whole([stopped], asked.request_id, engine.model, None))
             return
         index = turns.index(raw)
         engine.finished += 1
         engine.generated_tokens += len(turns.each[index].token_ids)
         head = b'{"request_id":"' + asked.request_id.encode() + b'","model":"' + engine.model.encode()
-        await _send(
+        await send_body(
             send,
             200,
             head
@@ -211,6 +228,10 @@ class ScriptedApp:
 
     async def _complete(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         asked = msgspec.json.decode(body, type=Complete)
+        if asked.echo:
+            self.engine.check(asked.model, asked.prompt)
+            await send_body(send, 200, encode_echoed(asked.prompt, self.engine.score(asked.prompt)))
+            return
         request = self._request(f"cmpl-{next(self._numbers)}", asked.model, asked.prompt, asked)
         encode = encode_completion_event if asked.stream else encode_completion
         await self._run(request, asked.stream, encode, receive, send)
@@ -269,7 +290,7 @@ class ScriptedApp:
             await _send_event(send, b"[DONE]", first=False)
             await send({"type": "http.response.body", "body": b""})
         else:
-            await _send(send, 200, encode(chunks, request.request_id, model, request.token_ids))
+            await send_body(send, 200, encode(chunks, request.request_id, model, request.token_ids))
 
     # ── control
 
@@ -281,29 +302,56 @@ class ScriptedApp:
             if wait is not None:
                 wait.reschedule(-math.inf)
                 found.append(request_id)
-        await _answer(send, 200, {"aborted": found})
+        await answer(send, 200, {"aborted": found})
 
     async def _set_label(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        self.engine.label = msgspec.json.decode(body, type=Label).weight_version
-        await _answer(send, 200, {"success": True, "weight_version": self.engine.label})
+        self.engine.label = msgspec.json.decode(body, type=Label).new_version
+        await answer(send, 200, {"success": True, "weight_version": self.engine.label})
+
+    async def _is_paused(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        await answer(send, 200, {"is_paused": self.engine.paused is not None})
+
+    async def _pause_all(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        mode = parse_qs(scope["query_string"].decode()).get("mode", ["abort"])[0]
+        await self.engine.pause(mode)
+        await answer(send, 200, {"status": "paused", "mode": mode})
+
+    async def _resume(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        self.engine.resume()
+        await answer(send, 200, {"status": "resumed"})
+
+    async def _reset(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        self.engine.resets += 1
+        await answer(send, 200, {"success": True})
 
     async def _models(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         model = {"id": self.engine.model, "object": "model", "max_model_len": self.engine.context_tokens}
-        await _answer(send, 200, {"object": "list", "data": [model]})
+        await answer(send, 200, {"object": "list", "data": [model]})
 
     async def _health(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         unhealthy = self.engine.unhealthy
-        await _answer(send, 503 if unhealthy else 200, {"message": unhealthy or "ok"})
+        await answer(send, 503 if unhealthy else 200, {"message": unhealthy or "ok"})
 
     async def _info(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         mode = f"{self.engine.logprobs_mode}_logprobs"
         about = {"engine": "rollserve-scripted", "logprobs_mode": mode, "weight_version": self.engine.label}
-        await _answer(send, 200, about)
+        await answer(send, 200, about)
 
     async def _metrics(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         running = len(self.engine.running) + len(self._waits)
         text = f"vllm:num_requests_running {running}\nvllm:num_requests_waiting 0\n"
-        await _send(send, 200, text.encode(), [(b"content-type", b"text/plain; version=0.0.4")])
+        if self.engine.counts_tokens:
+            text += f"vllm:generation_tokens_total {self.engine.generated_tokens + self._under_way()}\n"
+        await send_body(send, 200, text.encode(), [(b"content-type", b"text/plain; version=0.0.4")])
+
+    def _under_way(self) -> int:
+        """Tokens of prepared answers that are still being waited for, as if each were sampled evenly."""
+        if self.turns is None:
+            return 0
+        now, latency_s = asyncio.get_running_loop().time(), self.engine.latency_s
+        shortest = min(len(reply.token_ids) for reply in self.turns.each)
+        left_s = (max(0.0, (wait.when() or now) - now) for wait in self._waits.values())
+        return sum(int(shortest * max(0.0, 1 - left / latency_s)) for left in left_s)
 
     async def _stats(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         engine = self.engine
@@ -314,7 +362,7 @@ class ScriptedApp:
             "generated_tokens": engine.generated_tokens,
             "running": len(engine.running) + len(self._waits),
         }
-        await _answer(send, 200, numbers)
+        await answer(send, 200, numbers)
 
 
 # ── ASGI
@@ -334,7 +382,7 @@ async def _gone(receive: Receive) -> None:
         continue
 
 
-async def _send(
+async def send_body(
     send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None
 ) -> None:
     length = (b"content-length", str(len(body)).encode())
@@ -342,8 +390,8 @@ async def _send(
     await send({"type": "http.response.body", "body": body})
 
 
-async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
-    await _send(send, status, msgspec.json.encode(body))
+async def answer(send: Send, status: int, body: dict[str, Any]) -> None:
+    await send_body(send, status, msgspec.json.encode(body))
 
 
 async def _send_event(send: Send, payload: bytes, *, first: bool) -> None:
@@ -363,7 +411,7 @@ async def _act_out(fault: Fault, send: Send) -> None:
     if fault.retry_after_s is not None:
         headers.append((b"retry-after", f"{fault.retry_after_s:g}".encode()))
     problem = {"error": {"message": fault.message, "type": "Scripted", "code": fault.status}}
-    await _send(send, fault.status, fault.body or msgspec.json.encode(problem), headers)
+    await send_body(send, fault.status, fault.body or msgspec.json.encode(problem), headers)
 
 
 # ── serving

@@ -8,12 +8,16 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollserve.backend.base import Backend
+from rollserve.backend.control import Control
 from rollserve.config import Settings
 from rollserve.gateway.samples import build_samples
-from rollserve.records.policy import PolicySpec
+from rollserve.records.control import GroupRule
+from rollserve.records.policy import BackendSpec, PolicySpec
 from rollserve.records.rollout import Group, Rollout, RolloutState
 from rollserve.records.run import Run, RunSpec
 from rollserve.records.task import GraderSpec, Task
@@ -21,8 +25,22 @@ from rollserve.rollouts.clock import Clock, SystemClock
 from rollserve.rollouts.coordinator import Coordinator
 from rollserve.rollouts.ports import Ports
 from rollserve.store.sql import SqlStore
-from rollserve.testing.fakes_server import FakeExecutor, FakePayloads, check_task, probe_backend
+from rollserve.store.task_file import open_task_file
+from rollserve.testing.fakes_server import (
+    FakeControls,
+    FakeExecutor,
+    FakePayloads,
+    check_filter,
+    check_task,
+    keeps,
+    open_backend,
+    probe_backend,
+    probe_template,
+)
 from rollserve.wire import GroupBody
+
+OpenBackend = Callable[[BackendSpec, str], Backend]
+OpenControl = Callable[[BackendSpec, str | None], Control]
 
 
 @dataclass
@@ -39,13 +57,18 @@ class Room:
         return await self.core.runs.open(RunSpec(policy="pol", **settings))
 
     async def submit(
-        self, run: Run, groups: int = 1, rollouts: int = 1, key: str | None = None
+        self,
+        run: Run,
+        groups: int = 1,
+        rollouts: int = 1,
+        key: str | None = None,
+        rule: GroupRule | None = None,
     ) -> list[Group]:
-        bodies = [GroupBody(task=a_task(), num_rollouts=rollouts) for _ in range(groups)]
+        bodies = [GroupBody(task=a_task(), num_rollouts=rollouts, rule=rule) for _ in range(groups)]
         return await self.core.groups.submit(run.id, bodies, key)
 
     async def rollout(self, group: Group) -> Rollout:
-        return (await self.core.groups.get(group.id))[1][0]
+        return (await self.core.groups.rollouts_of(group.id))[0]
 
     async def until(self, met: Callable[[], Any], within_s: float = 20.0) -> None:
         """Until ``met`` (or what it returns, awaited) is true."""
@@ -84,6 +107,8 @@ class MakeRoom(Protocol):
         payloads: FakePayloads | None = None,
         clock: Clock | None = None,
         settings: Settings | None = None,
+        controls: OpenControl | None = None,
+        open_backend: OpenBackend = open_backend,
     ) -> AbstractAsyncContextManager[Room]: ...
 
 
@@ -104,6 +129,8 @@ async def a_room(
     clock: Clock | None = None,
     settings: Settings | None = None,
     empty: Path | None = None,
+    controls: OpenControl | None = None,
+    open_backend: OpenBackend = open_backend,
 ) -> AsyncIterator[Room]:
     """``empty`` is a database to start from where ``path`` has none (``migrate_empty``)."""
     clock = clock or SystemClock()
@@ -119,7 +146,13 @@ async def a_room(
         settings=settings or Settings(data_dir=path),
         check_task=check_task,
         probe_backend=probe_backend,
+        open_backend=open_backend,
+        open_control=controls or FakeControls(),
+        probe_template=probe_template,
         build_samples=build_samples,
+        open_tasks=partial(open_task_file, path),
+        check_filter=check_filter,
+        keeps=keeps,
         clock=clock,
         jitter=lambda: 1.0,
     )

@@ -23,10 +23,20 @@ from rollserve.errors import (
     VersionRegression,
 )
 from rollserve.records.event import Event
-from rollserve.records.policy import Backend, BackendInfo, BackendSpec, BackendState, Policy
+from rollserve.records.policy import (
+    Backend,
+    BackendInfo,
+    BackendSpec,
+    BackendState,
+    Policy,
+    TemplateFinding,
+    TemplateReport,
+)
 from rollserve.records.rollout import GroupState, RolloutState
 from rollserve.records.run import RunState
 from rollserve.store.base import Finished, Store
+from rollserve.testing.store_conformance_control import Controlling
+from rollserve.testing.store_conformance_updates import Updating
 from rollserve.testing.store_conformance_work import Delivering, Scheduling
 from rollserve.testing.store_facts import (
     LOST,
@@ -55,11 +65,43 @@ class KeysPoliciesRuns(NeedsStore):
         policy = make_policy()
         await store.create_policy(policy)
         await store.create_policy(policy)
-        assert await store.list_policies() == [policy]
+        assert (await store.list_policies()).items == [policy]
         with pytest.raises(Conflict):
             await store.create_policy(Policy(spec=policy.spec.model_copy(update={"model": "other"})))
         with pytest.raises(NotFound):
             await store.get_policy("none")
+
+    async def test_policies_and_backends_are_paged(self, store: Store) -> None:
+        made = [make_policy(name) for name in ("a", "b", "c")]
+        for policy in reversed(made):
+            await store.create_policy(policy)
+        first = await store.list_policies(limit=2)
+        last = await store.list_policies(limit=2, cursor=first.next)
+        assert ([*first.items, *last.items], last.next) == (made, None)
+        info = BackendInfo(engine="vllm 0", models=["tiny"])
+        registered = [
+            Backend(id=f"be_{n}", policy=name, spec=BackendSpec(url=f"http://127.0.0.1:{n}"), info=info)
+            for n, name in ((3, "a"), (2, "b"), (1, "a"))
+        ]
+        for backend in registered:
+            await store.put_backend(backend)
+        some = await store.list_backends("a", limit=1)
+        rest = await store.list_backends("a", limit=1, cursor=some.next)
+        assert [*some.items, *rest.items] == [registered[0], registered[2]]
+        assert (await store.list_backends()).items == registered
+        for cursor in ("", "x", "7"):
+            with pytest.raises(InvalidInput):
+                await store.list_policies(cursor=cursor)
+
+    async def test_policy_template(self, store: Store) -> None:
+        await store.create_policy(make_policy())
+        assert (await store.get_policy("pol")).template is None
+        report = TemplateReport(verdict="exceptions", exceptions=["user_turn:break"])
+        finding = TemplateFinding(keep=TemplateReport(verdict="exact"), strip=report)
+        assert (await store.set_policy_template("pol", finding)).template == finding
+        assert (await store.get_policy("pol")).template == finding
+        with pytest.raises(NotFound):
+            await store.set_policy_template("none", finding)
 
     async def test_policy_version(self, store: Store) -> None:
         await store.create_policy(make_policy())
@@ -87,8 +129,8 @@ class KeysPoliciesRuns(NeedsStore):
         assert await store.get_backend("be_1") == backend
         failed = backend.model_copy(update={"state": BackendState.FAILED, "error": "no answer"})
         await store.put_backend(failed)
-        assert await store.list_backends() == [failed]
-        assert await store.list_backends("other") == []
+        assert (await store.list_backends()).items == [failed]
+        assert (await store.list_backends("other")).items == []
         events = await store.list_events(after=0)
         assert [event.type for event in events][1:] == ["backend.registered", "backend.failed"]
         assert not any("s3cret" in repr(event) for event in events)
@@ -128,6 +170,7 @@ class KeysPoliciesRuns(NeedsStore):
             await store.submit_groups(run.id, [make_group()])
         counts = await store.run_counts(run.id)
         assert (counts["queued"], counts["running"], counts["cancelled"]) == (0, 1, 1)
+        assert await store.count_queued() == 0
         retried = await store.finish_attempt(ending(start, RolloutState.QUEUED, failure=LOST))
         assert retried.rollout is not None
         assert retried.rollout.state is RolloutState.CANCELLED
@@ -136,8 +179,8 @@ class KeysPoliciesRuns(NeedsStore):
     async def test_prune(self, store: Store) -> None:
         run, other = await open_run(store), await open_run(store)
         await store.submit_groups(run.id, [make_group(rollouts=2)])
-        kept = await store.submit_groups(other.id, [make_group(rollouts=1)])
         starts = await store.start_rollouts(NOW, 2)
+        kept = await store.submit_groups(other.id, [make_group(rollouts=1)])
         await store.finish_attempt(ending(starts[0], payload=f"{run.id}/a.rsp"))
         with pytest.raises(Conflict):
             await store.prune_run(run.id)
@@ -176,6 +219,11 @@ class Submitting(NeedsStore):
         assert len(page.items) + len(rest.items) == 4
         counts = await store.run_counts(run.id)
         assert (counts["queued"], counts["groups_open"], counts["groups_finished"]) == (4, 2, 0)
+        assert await store.last_attempt(rollouts[0].id) is None
+        await store.start_rollouts(NOW, 1)
+        assert await store.count_queued() == 3
+        counts = await store.group_counts(groups[0].id)
+        assert counts == {"queued": 2, "running": 1, "completed": 0, "failed": 0, "cancelled": 0}
 
     async def test_what_is_not_there(self, store: Store) -> None:
         for missing in (
@@ -187,6 +235,8 @@ class Submitting(NeedsStore):
             store.get_rollout("x"),
             store.get_attempt("x"),
             store.list_attempts("x"),
+            store.last_attempt("x"),
+            store.group_counts("x"),
             store.list_groups("x"),
             store.submit_groups("x", [make_group()]),
             store.cancel_rollouts(rollout_id="x"),
@@ -304,5 +354,5 @@ class Telling(NeedsStore):
         assert abs(group.created_at - time.time()) < 600
 
 
-class StoreConformance(KeysPoliciesRuns, Submitting, Scheduling, Delivering, Telling):
+class StoreConformance(KeysPoliciesRuns, Submitting, Scheduling, Delivering, Controlling, Telling, Updating):
     """All of it."""

@@ -16,7 +16,7 @@ from rollserve.errors import (
 )
 from rollserve.records.rollout import GroupState, RolloutState
 from rollserve.records.run import RunState
-from rollserve.store.base import Store
+from rollserve.store.base import SealedPayload, Store
 from rollserve.testing.store_facts import (
     LOST,
     NOW,
@@ -29,16 +29,19 @@ from rollserve.testing.store_facts import (
 
 
 class Scheduling(NeedsStore):
-    async def test_submit_order_over_runs(self, store: Store) -> None:
+    async def test_runs_of_equal_rank_share_and_each_goes_in_submit_order(self, store: Store) -> None:
         one, two = await open_run(store), await open_run(store)
-        wanted = []
+        wanted: dict[str, list[tuple[str, int]]] = {one.id: [], two.id: []}
         for run in (one, two, one, two):
             (group,) = await store.submit_groups(run.id, [make_group(rollouts=3)])
-            wanted += [(group.id, index) for index in range(3)]
+            wanted[run.id] += [(group.id, index) for index in range(3)]
         got = []
         for limit in (1, 4, 5, 9):
             got += await store.start_rollouts(NOW, limit)
-        assert [(start.rollout.group_id, start.rollout.index) for start in got] == wanted
+        assert [start.rollout.run_id for start in got] == [one.id, two.id] * 6
+        for run in (one, two):
+            mine = [start.rollout for start in got if start.rollout.run_id == run.id]
+            assert [(rollout.group_id, rollout.index) for rollout in mine] == wanted[run.id]
         assert all(start.rollout.state is RolloutState.RUNNING for start in got)
         assert all(start.rollout.epoch == 1 for start in got)
         assert got[0].task.metadata == {"b": 1, "a": ["do it"]}
@@ -90,8 +93,12 @@ class Scheduling(NeedsStore):
         moved = await store.finish_attempt(uncounted)
         assert moved.rollout is not None
         assert moved.rollout.attempts == 1
-        history = await store.list_attempts(first.rollout.id)
+        page = await store.list_attempts(first.rollout.id, limit=1)
+        rest = await store.list_attempts(first.rollout.id, limit=1, cursor=page.next)
+        history = [*page.items, *rest.items]
         assert [(attempt.epoch, attempt.failure) for attempt in history] == [(1, LOST), (2, LOST)]
+        assert rest.next is None
+        assert await store.last_attempt(first.rollout.id) == history[-1]
 
     async def test_finish_and_the_log(self, store: Store) -> None:
         run = await open_run(store)
@@ -117,6 +124,8 @@ class Scheduling(NeedsStore):
             "groups_open": 0,
             "groups_finished": 2,
             "groups_undelivered": 2,
+            "groups_started": 0,
+            "groups_good": 1,
         }
         types = Counter(event.type for event in await store.list_events(after=0, run_id=run.id))
         assert types["rollout.completed"] == 2
@@ -138,7 +147,7 @@ class Scheduling(NeedsStore):
         run = await open_run(store)
         await store.submit_groups(run.id, [make_group(rollouts=1)])
         (old,) = await store.start_rollouts(NOW, 1)
-        assert await store.recover(NOW) == 1
+        assert await store.recover(NOW, {}) == 1
         assert not (await store.finish_attempt(ending(old, reward=9.0))).accepted
         (new,) = await store.start_rollouts(NOW, 1)
         assert (new.rollout.epoch, new.rollout.attempts) == (2, 0)
@@ -154,18 +163,27 @@ class Scheduling(NeedsStore):
     async def test_recover(self, store: Store) -> None:
         run, closed = await open_run(store), await open_run(store)
         await store.submit_groups(run.id, [make_group(rollouts=4)])
+        starts = await store.start_rollouts(NOW, 4)
         (doomed,) = await store.submit_groups(closed.id, [make_group(rollouts=1)])
-        starts = await store.start_rollouts(NOW, 5)
+        starts += await store.start_rollouts(NOW, 1)
         await store.finish_attempt(ending(starts[0], reward=1.0))
         await store.cancel_rollouts(rollout_id=starts[1].rollout.id)
         await store.set_run_state(closed.id, RunState.CLOSED)
-        assert await store.recover(NOW) == 2
+        interrupted = await store.list_interrupted()
+        running = {(start.rollout.run_id, start.attempt_id) for start in starts[1:]}
+        assert set(interrupted) == running
+        salvaged = SealedPayload(ref="r/left.rsp", size_bytes=7)
+        assert await store.recover(NOW, {starts[2].attempt_id: salvaged}) == 2
+        assert await store.list_interrupted() == []
         counts = await store.run_counts(run.id)
         assert (counts["queued"], counts["running"], counts["cancelled"]) == (2, 0, 1)
         assert (await store.get_group(doomed.id)).state is GroupState.CANCELLED
         lost = await store.get_attempt(starts[2].attempt_id)
         assert lost.failure is not None
         assert lost.failure.code == "server_restart"
+        assert (lost.payload, lost.payload_bytes) == ("r/left.rsp", 7)
+        assert "r/left.rsp" in await store.list_payloads()
+        assert (await store.get_attempt(starts[3].attempt_id)).payload is None
         again = await store.start_rollouts(NOW, 9)
         assert [start.rollout.id for start in again] == [start.rollout.id for start in starts[2:4]]
         for start in again:
@@ -243,7 +261,10 @@ class Delivering(NeedsStore):
         await store.commit_checkpoint(run.id, "t", 0, name="c2", cursor=None, now=NOW)
         with pytest.raises(Conflict):
             await store.commit_checkpoint(run.id, "t", 0, name="c1", cursor="at 2", now=NOW)
-        assert [item.name for item in await store.list_checkpoints(run.id, "t")] == ["c1", "c2"]
+        page = await store.list_checkpoints(run.id, "t", limit=1)
+        rest = await store.list_checkpoints(run.id, "t", limit=1, cursor=page.next)
+        assert [item.name for item in (*page.items, *rest.items)] == ["c1", "c2"]
+        assert rest.next is None
 
     async def test_each_trainer_gets_the_whole_log(self, store: Store) -> None:
         run = await open_run(store)
@@ -320,7 +341,7 @@ class Delivering(NeedsStore):
         assert (checkpoint.name, checkpoint.cursor) == ("c1", "1")
         policy = await store.get_policy("pol")
         assert (policy.version, policy.labels) == (1, {"v1": 1})
-        assert [item.name for item in await store.list_checkpoints(run.id, "t")] == ["c1"]
+        assert [item.name for item in (await store.list_checkpoints(run.id, "t")).items] == ["c1"]
         for fenced in (
             store.ack_lease(held.id, now=NOW),
             store.ack_lease(acked.id, now=NOW),

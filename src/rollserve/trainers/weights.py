@@ -1,4 +1,8 @@
-"""How new weights reach an inference server. One small class an engine; a trainer gets one by URL."""
+"""How new weights reach an inference server. One small class an engine; a trainer gets one by URL.
+
+The service pauses the server before, and labels it, empties its caches and resumes it after
+(``client.Client.updating``): nothing of that is done here.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,8 @@ from rollserve.errors import BackendError
 
 class WeightSync(Protocol):
     async def push(self, state: Mapping[str, torch.Tensor], version: int) -> float:
-        """Make the server serve ``state`` as ``version``; returns the seconds it took. Generation goes
-        on: calls in flight continue under the new weights. Raises ``BackendError``."""
+        """Bring ``state`` to the server, which is paused for it; returns the seconds it took. Raises
+        ``BackendError``."""
 
 
 def _name(version: int) -> str:
@@ -70,7 +74,7 @@ class LocalWeights(_Server):
 
 class VllmWeights(_Server):
     """vLLM 0.32 through its RL protocol with the ``file`` weight-transfer engine that
-    ``rollserve.trainers.vllm_file_engine`` registers: freeze what is in flight, load, go on."""
+    ``rollserve.trainers.vllm_file_engine`` registers."""
 
     def __init__(self, url: str, folder: Path) -> None:
         super().__init__(url)
@@ -84,12 +88,7 @@ class VllmWeights(_Server):
             if not self._initialised:
                 await self.post(session, "/init_weight_transfer_engine", {"init_info": {}})
                 self._initialised = True
-            await self.post(session, "/pause?mode=keep")
-            try:
-                await self.post(session, "/start_weight_update", {})
-                await self.post(session, "/update_weights", {"update_info": {"path": str(path)}})
-                await self.post(session, "/finish_weight_update", {"weight_version": str(version)})
-                await self.post(session, "/reset_prefix_cache")
-            finally:
-                await self.post(session, "/resume")
+            await self.post(session, "/start_weight_update", {})
+            await self.post(session, "/update_weights", {"update_info": {"path": str(path)}})
+            await self.post(session, "/finish_weight_update", {"weight_version": str(version)})
         return time.perf_counter() - started

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from rollserve.errors import InvalidInput
-from rollserve.usercode.options import nearest
+from rollserve.usercode.schema import nearest
 
 _ENTRY = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?\s*:\s*(.+)$")
 

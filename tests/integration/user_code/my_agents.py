@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -41,6 +44,21 @@ class OpenAIAgent:
 class Crasher:
     async def run(self, episode: Episode) -> AgentResult:
         raise RuntimeError("the agent has a bug")
+
+
+class Leaver:
+    """Hands its session to a process of its own, and ends once that has used it."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    async def run(self, episode: Episode) -> AgentResult:
+        address = {"base_url": episode.base_url, "api_key": episode.api_key}
+        (self._folder / "writing").write_text(json.dumps(address))
+        (self._folder / "writing").rename(self._folder / "session")
+        while not (self._folder / "used").exists():
+            await asyncio.sleep(0.05)
+        return AgentResult(answer="42")
 
 
 class Spinner:

@@ -16,6 +16,11 @@ import sqlalchemy as sa
 from rollserve.errors import Conflict, InvalidInput, LeaseLost, NotFound, StaleEpoch
 from rollserve.records.base import new_id
 from rollserve.records.delivery import Checkpoint, Lease
+from rollserve.records.run import RunState, SourceState
+from rollserve.store.base import Handed, Page
+from rollserve.store.ops import handover
+from rollserve.store.ops import sources as source_ops
+from rollserve.store.ops.pages import page
 from rollserve.store.ops.policies import get_policy, rewind_policy
 from rollserve.store.ops.tx import Tx, to_json
 from rollserve.store.schema import (
@@ -24,7 +29,9 @@ from rollserve.store.schema import (
     deliveries,
     groups,
     leases,
+    run_counts,
     runs,
+    sources,
     trainers,
 )
 
@@ -84,26 +91,37 @@ def _of(run_id: str, trainer: str) -> sa.ColumnElement[bool]:
 
 
 def lease_groups(
-    tx: Tx, run_id: str, trainer: str, epoch: int | None, *, limit: int, ttl_s: float, now: float
+    tx: Tx,
+    run_id: str,
+    trainer: str,
+    epoch: int | None,
+    *,
+    limit: int,
+    max_tokens: int | None = None,
+    ttl_s: float,
+    now: float,
 ) -> Lease | None:
     if limit < 1:
         raise InvalidInput("must be 1 or more", field="max_groups")
     known = _known_trainer(tx, run_id, trainer, epoch)
     _give_back_expired(tx, now, leases.c.run_id == run_id, leases.c.trainer == trainer)
     returned = tx.conn.execute(
-        sa.select(deliveries.c.finished_seq, deliveries.c.group_id)
+        sa.select(deliveries.c.finished_seq, deliveries.c.group_id, groups.c.sampled)
+        .join_from(deliveries, groups, groups.c.id == deliveries.c.group_id)
         .where(_of(run_id, trainer), deliveries.c.state == Handover.RETURNED.value)
         .order_by(deliveries.c.finished_seq)
         .limit(limit)
     ).all()
     fresh = tx.conn.execute(
-        sa.select(groups.c.finished_seq, groups.c.id.label("group_id"))
+        sa.select(groups.c.finished_seq, groups.c.id.label("group_id"), groups.c.sampled)
         .where(groups.c.run_id == run_id, groups.c.finished_seq > known.frontier)
         .order_by(groups.c.finished_seq)
         .limit(limit - len(returned))
     ).all()
     if not returned and not fresh:
         return None
+    fit = _fitting([*returned, *fresh], max_tokens)
+    returned, fresh = returned[:fit], fresh[: max(0, fit - len(returned))]
     lease = Lease(
         id=new_id("lea"),
         run_id=run_id,
@@ -114,6 +132,16 @@ def lease_groups(
     )
     _write_lease(tx, lease, returned, fresh)
     return lease
+
+
+def _fitting(rows: Sequence[Any], max_tokens: int | None) -> int:
+    """How many of the groups go together: one at least."""
+    total = 0
+    for count, row in enumerate(rows):
+        total += row.sampled
+        if count and max_tokens is not None and total > max_tokens:
+            return count
+    return len(rows)
 
 
 def _write_lease(tx: Tx, lease: Lease, returned: Sequence[Any], fresh: Sequence[Any]) -> None:
@@ -151,8 +179,9 @@ def _emit(tx: Tx, event_type: str, lease: Lease) -> None:
     tx.emit(event_type, run_id=lease.run_id, data=data)
 
 
-def _held(tx: Tx, lease_id: str) -> tuple[Lease, Handover]:
-    """A lease that is there. Raises ``LeaseLost``, or ``StaleEpoch`` when its trainer was rewound."""
+def _held(tx: Tx, lease_id: str) -> tuple[Lease, Handover, list[Handed]]:
+    """A lease that is there, with what was found when it was filled. Raises ``LeaseLost``, or
+    ``StaleEpoch`` when its trainer was rewound."""
     row = tx.conn.execute(
         sa.select(leases, trainers.c.epoch.label("trainer_epoch"))
         .join_from(
@@ -176,12 +205,13 @@ def _held(tx: Tx, lease_id: str) -> tuple[Lease, Handover]:
         group_ids=msgspec.json.decode(row.group_ids),
         expires_at=row.expires_at,
     )
-    return lease, Handover(row.state)
+    handed = [] if row.facts is None else msgspec.json.decode(row.facts, type=list[Handed])
+    return lease, Handover(row.state), handed
 
 
 def renew_lease(tx: Tx, lease_id: str, *, ttl_s: float, now: float) -> Lease:
     """Also after its time, as long as it was not given back. Nothing to do once it is acked."""
-    lease, state = _held(tx, lease_id)
+    lease, state, _ = _held(tx, lease_id)
     if state is Handover.ACKED:
         return lease
     expires_at = now + ttl_s
@@ -191,27 +221,86 @@ def renew_lease(tx: Tx, lease_id: str, *, ttl_s: float, now: float) -> Lease:
 
 def ack_lease(tx: Tx, lease_id: str) -> Lease:
     """Also after its time, as long as it was not given back: until then nobody else got its groups."""
-    lease, state = _held(tx, lease_id)
+    lease, state, handed = _held(tx, lease_id)
     if state is Handover.ACKED:
         return lease
     places = sa.select(deliveries.c.finished_seq).where(deliveries.c.lease_id == lease_id)
-    mine = sa.and_(groups.c.run_id == lease.run_id, groups.c.finished_seq.in_(places))
-    first = tx.conn.execute(
-        sa.select(sa.func.count()).select_from(groups).where(mine, groups.c.holders == 0)
-    ).scalar_one()
-    tx.conn.execute(sa.update(groups).where(mine).values(holders=groups.c.holders + 1))
+    first = _take(tx, lease.run_id, places)
+    handover.book(tx, lease.run_id, first, handed)
     tx.conn.execute(sa.update(leases).where(leases.c.id == lease_id).values(state=Handover.ACKED.value))
     tx.conn.execute(
         sa.update(deliveries).where(deliveries.c.lease_id == lease_id).values(state=Handover.ACKED.value)
     )
-    tx.count(lease.run_id, groups_undelivered=-first)
     _emit(tx, "delivery.acked", lease)
     return lease
 
 
+def _take(tx: Tx, run_id: str, places: sa.Select[Any]) -> list[str]:
+    """One more trainer has these groups; those that none had before."""
+    mine = sa.and_(groups.c.run_id == run_id, groups.c.finished_seq.in_(places))
+    query = sa.select(groups.c.id).where(mine, groups.c.holders == 0)
+    first = list(tx.conn.execute(query).scalars())
+    tx.conn.execute(sa.update(groups).where(mine).values(holders=groups.c.holders + 1))
+    tx.count(run_id, groups_undelivered=-len(first))
+    return first
+
+
+def note_lease(tx: Tx, lease_id: str, handed: Sequence[Handed], withheld: Sequence[str]) -> None:
+    lease, _, _ = _held(tx, lease_id)
+    rows = sa.and_(deliveries.c.lease_id == lease_id, deliveries.c.group_id.in_(withheld))
+    if withheld:
+        first = _take(tx, lease.run_id, sa.select(deliveries.c.finished_seq).where(rows))
+        handover.pass_over(tx, lease.run_id, first, handed)
+        values = {"state": Handover.WITHHELD.value, "lease_id": None}
+        tx.conn.execute(sa.update(deliveries).where(rows).values(**values))
+    left = [group_id for group_id in lease.group_ids if group_id not in set(withheld)]
+    if left:
+        found = {"facts": to_json(handed), "group_ids": to_json(left)}
+        tx.conn.execute(sa.update(leases).where(leases.c.id == lease_id).values(**found))
+    else:
+        tx.conn.execute(sa.delete(leases).where(leases.c.id == lease_id))
+    if withheld:
+        tx.emit("delivery.withheld", run_id=lease.run_id, data={"groups": len(withheld)})
+
+
+def run_over(conn: sa.Connection, run_id: str, trainer: str) -> tuple[str, str] | None:
+    query = (
+        sa.select(runs.c.state, run_counts.c.groups_open, sources.c.state.label("source"), sources.c.detail)
+        .join_from(runs, run_counts, run_counts.c.run_id == runs.c.id)
+        .outerjoin(sources, sources.c.run_id == runs.c.id)
+        .where(runs.c.id == run_id)
+    )
+    row = conn.execute(query).one_or_none()
+    if row is None or row.groups_open:
+        return None
+    over = _why_over(row)
+    if over is None:
+        return None
+    states = [Handover.LEASED.value, Handover.RETURNED.value]
+    held = sa.select(deliveries.c.finished_seq).where(_of(run_id, trainer), deliveries.c.state.in_(states))
+    frontier = sa.select(trainers.c.frontier).where(
+        trainers.c.run_id == run_id, trainers.c.trainer == trainer
+    )
+    fresh = sa.select(groups.c.id).where(
+        groups.c.run_id == run_id, groups.c.finished_seq > sa.func.coalesce(frontier.scalar_subquery(), 0)
+    )
+    waits = conn.execute(held.limit(1)).first() or conn.execute(fresh.limit(1)).first()
+    return None if waits else over
+
+
+def _why_over(row: Any) -> tuple[str, str] | None:
+    if row.state == RunState.CLOSED.value:
+        return "run_closed", "the run is closed"
+    if row.source == SourceState.FAILED.value:
+        return "source_failed", f"the task source failed: {row.detail}"
+    if row.source == SourceState.ENDED.value:
+        return "source_ended", "the task source has no more tasks"
+    return None
+
+
 def nack_lease(tx: Tx, lease_id: str) -> None:
     """Raises ``LeaseLost`` also when it is acked: what was taken can't be given back one by one."""
-    lease, state = _held(tx, lease_id)
+    lease, state, _ = _held(tx, lease_id)
     if state is Handover.ACKED:
         raise LeaseLost(f"lease {lease_id!r} is acknowledged", hint="rewind to have its groups again")
     _give_back(tx, lease_id)
@@ -252,14 +341,34 @@ def _checkpoint(row: Any) -> Checkpoint:
         seq=row.seq,
         policy_version=row.policy_version,
         cursor=row.cursor,
+        source_position=row.source_position,
         created_at=row.created_at,
     )
 
 
-def list_checkpoints(conn: sa.Connection, run_id: str, trainer: str) -> list[Checkpoint]:
+def _checkpoints(run_id: str, trainer: str) -> sa.Select[Any]:
+    return sa.select(checkpoints).where(checkpoints.c.run_id == run_id, checkpoints.c.trainer == trainer)
+
+
+def list_checkpoints(
+    conn: sa.Connection, run_id: str, trainer: str, cursor: str | None, limit: int
+) -> Page[Checkpoint]:
     _run_policy(conn, run_id)
-    query = sa.select(checkpoints).where(checkpoints.c.run_id == run_id, checkpoints.c.trainer == trainer)
-    return [_checkpoint(row) for row in conn.execute(query.order_by(checkpoints.c.seq))]
+    query = _checkpoints(run_id, trainer)
+    return page(conn, query, checkpoints.c.seq, _checkpoint, cursor=cursor, limit=limit)
+
+
+def _find_checkpoint(conn: sa.Connection, run_id: str, trainer: str, name: str) -> Checkpoint | None:
+    query = _checkpoints(run_id, trainer).where(checkpoints.c.name == name)
+    row = conn.execute(query).one_or_none()
+    return None if row is None else _checkpoint(row)
+
+
+def _next_checkpoint_seq(conn: sa.Connection, run_id: str, trainer: str) -> int:
+    last = sa.select(sa.func.max(checkpoints.c.seq)).where(
+        checkpoints.c.run_id == run_id, checkpoints.c.trainer == trainer
+    )
+    return (conn.execute(last).scalar_one() or 0) + 1
 
 
 def commit_checkpoint(
@@ -267,8 +376,7 @@ def commit_checkpoint(
 ) -> Checkpoint:
     _known_trainer(tx, run_id, trainer, epoch)
     acked = sa.and_(_of(run_id, trainer), deliveries.c.state == Handover.ACKED.value)
-    earlier = list_checkpoints(tx.conn, run_id, trainer)
-    known = next((item for item in earlier if item.name == name), None)
+    known = _find_checkpoint(tx.conn, run_id, trainer, name)
     if known is not None:
         _same_again(tx, known, acked, cursor)
         return known
@@ -276,9 +384,10 @@ def commit_checkpoint(
         run_id=run_id,
         trainer=trainer,
         name=name,
-        seq=earlier[-1].seq + 1 if earlier else 1,
+        seq=_next_checkpoint_seq(tx.conn, run_id, trainer),
         policy_version=get_policy(tx.conn, _run_policy(tx.conn, run_id)).version,
         cursor=cursor,
+        source_position=source_ops.position(tx.conn, run_id),
         created_at=now,
     )
     tx.conn.execute(sa.insert(checkpoints).values(**made.model_dump()))
@@ -303,13 +412,13 @@ def _same_again(tx: Tx, known: Checkpoint, acked: sa.ColumnElement[bool], cursor
 def rewind(tx: Tx, run_id: str, trainer: str, name: str | None) -> tuple[int, Checkpoint | None]:
     policy = _run_policy(tx.conn, run_id)
     known = _known_trainer(tx, run_id, trainer, None)
-    earlier = {item.name: item for item in list_checkpoints(tx.conn, run_id, trainer)}
-    if name is not None and name not in earlier:
+    target = None if name is None else _find_checkpoint(tx.conn, run_id, trainer, name)
+    if name is not None and target is None:
         raise NotFound(f"trainer {trainer!r} has no checkpoint {name!r}", field="name")
-    target = None if name is None else earlier[name]
     kept = 0 if target is None else target.seq
     version = 0 if target is None else target.policy_version
     _give_back_after(tx, run_id, trainer, kept)
+    source_ops.rewind(tx, run_id, target)
     tx.conn.execute(
         sa.delete(checkpoints).where(
             checkpoints.c.run_id == run_id, checkpoints.c.trainer == trainer, checkpoints.c.seq > kept
@@ -322,27 +431,45 @@ def rewind(tx: Tx, run_id: str, trainer: str, name: str | None) -> tuple[int, Ch
         .values(epoch=epoch)
     )
     rewind_policy(tx, policy, version)
+    _rebase(tx, run_id, trainer, version)
     data = {"trainer": trainer, "name": name, "epoch": epoch, "version": version}
     tx.emit("trainer.rewound", policy=policy, run_id=run_id, data=data)
     return epoch, target
 
 
 def _give_back_after(tx: Tx, run_id: str, trainer: str, kept: int) -> None:
-    """Leases stay as they are: their epoch is old, so that who still holds one hears why it is lost."""
+    """Leases stay as they are: their epoch is old, so that who still holds one hears why it is lost.
+    What was too old comes again: it may not be, at the version of then."""
     committed = deliveries.c.state == Handover.COMMITTED.value
     taken = sa.or_(
-        deliveries.c.state == Handover.ACKED.value,
+        deliveries.c.state.in_([Handover.ACKED.value, Handover.WITHHELD.value]),
         sa.and_(committed, deliveries.c.checkpoint_seq > kept),
     )
     places = sa.select(deliveries.c.finished_seq).where(_of(run_id, trainer), taken)
     theirs = sa.and_(groups.c.run_id == run_id, groups.c.finished_seq.in_(places))
-    freed = tx.conn.execute(
-        sa.select(sa.func.count()).select_from(groups).where(theirs, groups.c.holders == 1)
-    ).scalar_one()
+    freed = list(tx.conn.execute(sa.select(groups.c.id).where(theirs, groups.c.holders == 1)).scalars())
     tx.conn.execute(sa.update(groups).where(theirs).values(holders=groups.c.holders - 1))
-    tx.count(run_id, groups_undelivered=freed)
+    handover.take_back(tx, run_id, freed)
+    tx.count(run_id, groups_undelivered=len(freed))
     tx.conn.execute(
         sa.update(deliveries)
         .where(_of(run_id, trainer), sa.or_(taken, deliveries.c.state == Handover.LEASED.value))
         .values(state=Handover.RETURNED.value, lease_id=None, checkpoint_seq=None)
     )
+
+
+def _rebase(tx: Tx, run_id: str, trainer: str, version: int) -> None:
+    """Pacing counts from here: groups that are in the checkpoint are done with."""
+    done = sa.select(deliveries.c.finished_seq).where(
+        _of(run_id, trainer), deliveries.c.state == Handover.COMMITTED.value
+    )
+    good = sa.select(sa.func.count()).where(
+        groups.c.run_id == run_id,
+        groups.c.finished_seq.is_not(None),
+        groups.c.good,
+        groups.c.finished_seq.not_in(done),
+    )
+    many = tx.conn.execute(good.select_from(groups)).scalar_one()
+    of_run = run_counts.c.run_id == run_id
+    tx.conn.execute(sa.update(run_counts).where(of_run).values(groups_good=many))
+    tx.conn.execute(sa.update(runs).where(runs.c.id == run_id).values(base_version=version))

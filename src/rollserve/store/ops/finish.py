@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -9,23 +11,20 @@ import sqlalchemy as sa
 from rollserve.errors import FailureKind
 from rollserve.records.rollout import Attempt, Failure, Rollout, RolloutState, move
 from rollserve.records.run import RunState
-from rollserve.store.base import Finish, Finished
+from rollserve.store.base import Finish, Finished, SealedPayload, Stopped
+from rollserve.store.ops.bins import Outcome, moved, outcome_of
 from rollserve.store.ops.cancel import end_cancelled, end_run_step
-from rollserve.store.ops.groups import Ended, count_ended, finish_groups
+from rollserve.store.ops.closing import Ended, settle
 from rollserve.store.ops.rollouts import rollout_of
-from rollserve.store.ops.tx import Tx, chunked
-from rollserve.store.schema import Queue, attempts, groups, rollouts, run_counts, runs
+from rollserve.store.ops.tx import Tx
+from rollserve.store.schema import ATTEMPT_UNTOLD, Fate, Queue, attempts, rollouts, run_counts, runs
+
+SAMPLED = "sampled_tokens"
+"""Among an attempt's counts."""
 
 _CURRENT = (
-    sa.select(
-        rollouts,
-        runs.c.state.label("run_state"),
-        groups.c.remaining.label("group_remaining"),
-        groups.c.cancelled.label("group_cancelled"),
-        groups.c.num_rollouts,
-    )
+    sa.select(rollouts, runs.c.state.label("run_state"))
     .join_from(rollouts, runs, runs.c.id == rollouts.c.run_id)
-    .join(groups, groups.c.id == rollouts.c.group_id)
     .where(rollouts.c.id == sa.bindparam("of_rollout"))
 )
 _MOVE = (
@@ -53,8 +52,16 @@ _RECORD = (
         record=sa.bindparam("new_record"),
         payload=sa.bindparam("new_payload"),
         accepted=sa.bindparam("now_accepted"),
+        fate=sa.bindparam("now_fate"),
+        sampled=sa.bindparam("now_sampled"),
     )
 )
+_ENDS = {
+    RolloutState.QUEUED: Fate.RETRIED,
+    RolloutState.COMPLETED: Fate.WAITING,
+    RolloutState.FAILED: Fate.FAILED,
+    RolloutState.CANCELLED: Fate.CANCELLED,
+}
 
 
 def finish_attempt(tx: Tx, finish: Finish) -> Finished:
@@ -71,22 +78,33 @@ def finish_attempt(tx: Tx, finish: Finish) -> Finished:
     target = move(RolloutState.RUNNING, _possible(row, finish.target))
     rollout = _moved(tx, row, finish, target)
     tx.conn.execute(_MOVE, _moving(row, rollout))
-    tx.conn.execute(_RECORD, _recording(attempt, accepted=True))
+    now = Outcome(Fate.WAITING if rollout.reward is not None else _ENDS[target], _sampled(attempt))
+    tx.conn.execute(_RECORD, _recording(attempt, now, accepted=True))
+    moved(tx, rollout.run_id, [(Outcome(None), now)])
     tx.count(rollout.run_id, running=-1, **{target.value: 1})
     _tell(tx, attempt, rollout)
-    finished = target.final and _settle(tx, row, target)
-    return Finished(accepted=True, rollout=rollout, group_finished=finished)
+    if not target.final:
+        return Finished(accepted=True, rollout=rollout)
+    others = _settle(tx, rollout, now)
+    return Finished(
+        accepted=True, rollout=rollout, group_finished=bool(others.finished.get(row.run_id)), others=others
+    )
 
 
-def _settle(tx: Tx, row: Any, target: RolloutState) -> bool:
-    """Count the end in the group; whether it was the group's last."""
-    cancelled = int(target is RolloutState.CANCELLED)
-    count_ended(tx, {row.group_id: Ended(1, cancelled)})
-    if row.group_remaining > 1:
-        return False
-    all_cancelled = row.group_cancelled + cancelled == row.num_rollouts
-    finish_groups(tx, row.run_id, [(row.group_id, all_cancelled)])
-    return True
+def _sampled(attempt: Attempt) -> int:
+    return max(0, attempt.counts.get(SAMPLED, 0))
+
+
+def _settle(tx: Tx, rollout: Rollout, outcome: Outcome) -> Stopped:
+    """Count the end in the group, which may be over by it."""
+    usable = rollout.reward is not None
+    end = Ended(
+        rollouts=1,
+        cancelled=int(rollout.state is RolloutState.CANCELLED),
+        usable=int(usable),
+        sampled=outcome.sampled if usable else 0,
+    )
+    return settle(tx, rollout.run_id, {rollout.group_id: end}).told()
 
 
 def _possible(row: Any, target: RolloutState) -> RolloutState:
@@ -132,12 +150,14 @@ def _moving(row: Any, rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _recording(attempt: Attempt, *, accepted: bool) -> dict[str, Any]:
+def _recording(attempt: Attempt, outcome: Outcome, *, accepted: bool) -> dict[str, Any]:
     return {
         "recorded_id": attempt.id,
         "new_record": attempt.model_dump_json(),
         "new_payload": attempt.payload,
         "now_accepted": accepted,
+        "now_fate": outcome.fate,
+        "now_sampled": outcome.sampled,
     }
 
 
@@ -158,27 +178,47 @@ def _tell(tx: Tx, attempt: Attempt, rollout: Rollout) -> None:
 
 def _refuse(tx: Tx, attempt: Attempt, row: Any) -> Finished:
     """Keep what a fenced attempt reported in its history; change nothing else."""
-    query = sa.select(attempts.c.accepted).where(
+    query = sa.select(attempts).where(
         attempts.c.id == attempt.id, attempts.c.rollout_id == attempt.rollout_id
     )
     known = tx.conn.execute(query).one_or_none()
-    if known is not None and known.accepted:
+    if known is None:
+        return Finished(accepted=False, rollout=rollout_of(row))
+    stored = Attempt.model_validate_json(known.record)
+    if known.accepted and stored.payload == attempt.payload:
         return Finished(accepted=True, rollout=rollout_of(row))
-    if known is not None:
-        why = f"epoch {row.epoch} is {row.state}"
-        fenced = attempt.model_copy(update={"detail": {**attempt.detail, "fenced": why}})
-        tx.conn.execute(_RECORD, _recording(fenced, accepted=False))
-        tx.emit(
-            "attempt.fenced",
-            run_id=row.run_id,
-            group_id=row.group_id,
-            rollout_id=row.id,
-            data={"attempt_id": attempt.id, "epoch": attempt.epoch},
-        )
+    before = outcome_of(known)
+    now = replace(before, fate=before.fate or Fate.RETRIED, sampled=max(before.sampled, _sampled(attempt)))
+    tx.conn.execute(_RECORD, _recording(_fenced(attempt, stored, row), now, accepted=bool(known.accepted)))
+    moved(tx, row.run_id, [(before, now)])
+    tx.emit(
+        "attempt.fenced",
+        run_id=row.run_id,
+        group_id=row.group_id,
+        rollout_id=row.id,
+        data={"attempt_id": attempt.id, "epoch": attempt.epoch},
+    )
     return Finished(accepted=False, rollout=rollout_of(row))
 
 
-def recover(tx: Tx, now: float) -> int:
+def _fenced(attempt: Attempt, stored: Attempt, row: Any) -> Attempt:
+    """Where the server had ended it (its worker was lost, or overdue), only what it recorded is news."""
+    if stored.finished_at is not None:
+        news: dict[str, Any] = {"counts": attempt.counts or stored.counts, "timings": attempt.timings}
+        if stored.payload is None:
+            news |= {"payload": attempt.payload, "payload_bytes": attempt.payload_bytes}
+        attempt = stored.model_copy(update=news)
+    why = f"epoch {row.epoch} is {row.state}"
+    return attempt.model_copy(update={"detail": {**attempt.detail, "fenced": why}})
+
+
+def list_interrupted(conn: sa.Connection) -> list[tuple[str, str]]:
+    """Those whose worker never told their end, be their rollout over or not."""
+    query = sa.select(attempts.c.run_id, attempts.c.id).where(ATTEMPT_UNTOLD)
+    return [(run_id, attempt_id) for run_id, attempt_id in conn.execute(query)]
+
+
+def recover(tx: Tx, now: float, payloads: Mapping[str, SealedPayload]) -> int:
     """Also ends what was being cancelled when the server died, and what is left of closed runs."""
     _end_closed(tx)
     busy = tx.conn.execute(sa.select(run_counts.c.run_id).where(run_counts.c.running > 0)).scalars().all()
@@ -190,7 +230,7 @@ def recover(tx: Tx, now: float) -> int:
             .where(rollouts.c.run_id == run_id, rollouts.c.state == RolloutState.RUNNING.value)
         )
         lost += tx.conn.execute(query.order_by(rollouts.c.seq)).all()
-    _record_lost(tx, [row.attempt_id for row in lost], now)
+    _record_lost(tx, {row.attempt_id for row in lost if _may_run_again(row)}, now, payloads)
     again = [row for row in lost if _may_run_again(row)]
     _requeue(tx, again)
     end_cancelled(tx, [row for row in lost if not _may_run_again(row)])
@@ -225,7 +265,8 @@ def _requeue(tx: Tx, rows: list[Any]) -> None:
         )
 
 
-def _record_lost(tx: Tx, attempt_ids: list[str], now: float) -> None:
+def _record_lost(tx: Tx, again: set[str], now: float, payloads: Mapping[str, SealedPayload]) -> None:
+    """``again`` are attempts whose rollouts are tried again; the others were being stopped."""
     failure = Failure(
         kind=FailureKind.INFRASTRUCTURE,
         code="server_restart",
@@ -233,8 +274,12 @@ def _record_lost(tx: Tx, attempt_ids: list[str], now: float) -> None:
         operation="recover",
     )
     update = {"finished_at": now, "failure": failure, "outcome": RolloutState.QUEUED}
-    for some in chunked(attempt_ids):
-        query = sa.select(attempts.c.record).where(attempts.c.id.in_(some))
-        known = [Attempt.model_validate_json(record) for record in tx.conn.execute(query).scalars()]
-        ended = [attempt.model_copy(update=update) for attempt in known]
-        tx.conn.execute(_RECORD, [_recording(attempt, accepted=False) for attempt in ended])
+    for row in tx.conn.execute(sa.select(attempts).where(ATTEMPT_UNTOLD)).all():
+        ended = Attempt.model_validate_json(row.record).model_copy(update=update)
+        if ended.id in payloads:
+            ended = payloads[ended.id].of(ended)
+        before = outcome_of(row)
+        fate = before.fate or (Fate.RETRIED if ended.id in again else Fate.CANCELLED)
+        after = Outcome(fate, _sampled(ended))
+        tx.conn.execute(_RECORD, _recording(ended, after, accepted=False))
+        moved(tx, row.run_id, [(before, after)])

@@ -1,9 +1,9 @@
-"""Groups: their submission, and their end, which is their entry in the run's log."""
+"""Groups: looked up, and submitted."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,12 @@ import sqlalchemy as sa
 
 from rollserve.errors import Conflict, InvalidInput, NotFound, QueueFull, TooLarge
 from rollserve.records.base import new_id
+from rollserve.records.control import GroupRule
 from rollserve.records.rollout import Group, GroupState, RolloutState
 from rollserve.records.run import RunSpec, RunState
 from rollserve.records.task import Task
 from rollserve.store.base import NewGroup, Page
+from rollserve.store.ops.closing import rule_of
 from rollserve.store.ops.pages import page
 from rollserve.store.ops.tx import Tx, chunked
 from rollserve.store.schema import Queue, groups, rollouts, run_counts, runs
@@ -31,11 +33,23 @@ def group_of(row: Any, task: Task | None = None) -> Group:
         run_id=row.run_id,
         task=task or Task.model_validate_json(row.task),
         num_rollouts=row.num_rollouts,
+        rule=rule_of(row),
+        total=row.total,
+        usable=row.usable,
         state=row.state,
         created_at=row.created_at,
+        started_at=row.started_at,
+        deadline_at=None if row.started_at is None else _added(row.started_at, row.deadline_s),
         finished_at=row.finished_at,
         finished_seq=row.finished_seq,
+        filtered_by=row.filtered_by,
+        note=row.note,
+        source_seq=row.source_seq,
     )
+
+
+def _added(at: float, seconds: float | None) -> float | None:
+    return None if seconds is None else at + seconds
 
 
 def get_group(conn: sa.Connection, group_id: str) -> Group:
@@ -43,6 +57,13 @@ def get_group(conn: sa.Connection, group_id: str) -> Group:
     if row is None:
         raise NotFound(f"no group {group_id!r}", field="group_id")
     return group_of(row)
+
+
+def group_counts(conn: sa.Connection, group_id: str) -> dict[str, int]:
+    get_group(conn, group_id)
+    query = sa.select(rollouts.c.state, sa.func.count().label("many")).where(rollouts.c.group_id == group_id)
+    found = {row.state: row.many for row in conn.execute(query.group_by(rollouts.c.state))}
+    return {state.value: found.get(state.value, 0) for state in RolloutState}
 
 
 def list_groups(
@@ -92,6 +113,8 @@ def body_digest(group: NewGroup) -> str:
         "num_rollouts": group.num_rollouts,
         "request_size": group.request_size,
     }
+    if group.rule != GroupRule():
+        body["rule"] = group.rule.model_dump(mode="json")
     return hashlib.sha256(msgspec.json.encode(body, order="deterministic")).hexdigest()
 
 
@@ -111,7 +134,7 @@ def submit(tx: Tx, run_id: str, prepared: Sequence[Prepared]) -> list[Group]:
     for position, item in enumerate(prepared):
         group = known.get(item.new.key) if item.new.key is not None else None
         if group is None:
-            group = _new_group(tx, run_id, item)
+            group = new_group(tx, run_id, item)
             fresh.append((item, group[0]))
             if item.new.key is not None:
                 known[item.new.key] = group
@@ -124,7 +147,7 @@ def submit(tx: Tx, run_id: str, prepared: Sequence[Prepared]) -> list[Group]:
         answer.append(group[0])
     if fresh:
         _admit(row, run_id, len(fresh))
-        _insert(tx, run_id, fresh)
+        insert(tx, run_id, fresh)
     return answer
 
 
@@ -137,13 +160,16 @@ def _known(tx: Tx, run_id: str, prepared: Sequence[Prepared]) -> dict[str, tuple
     return known
 
 
-def _new_group(tx: Tx, run_id: str, item: Prepared) -> tuple[Group, str | None]:
+def new_group(tx: Tx, run_id: str, item: Prepared) -> tuple[Group, str | None]:
     group = Group(
         id=new_id("grp"),
         run_id=run_id,
         task=item.new.task,
         num_rollouts=item.new.num_rollouts,
+        rule=item.new.rule,
+        total=item.new.num_rollouts + item.new.rule.oversample,
         created_at=tx.now,
+        source_seq=item.new.source_seq,
     )
     return group, item.digest
 
@@ -168,7 +194,7 @@ def _admit(row: Any, run_id: str, new: int) -> None:
         )
 
 
-def _insert(tx: Tx, run_id: str, fresh: Sequence[tuple[Prepared, Group]]) -> None:
+def insert(tx: Tx, run_id: str, fresh: Sequence[tuple[Prepared, Group]]) -> None:
     tx.conn.execute(
         sa.insert(groups),
         [
@@ -179,17 +205,21 @@ def _insert(tx: Tx, run_id: str, fresh: Sequence[tuple[Prepared, Group]]) -> Non
                 "body_digest": item.digest,
                 "task": item.task_json,
                 "num_rollouts": group.num_rollouts,
-                "remaining": group.num_rollouts,
+                "rule": None if group.rule == GroupRule() else group.rule.model_dump_json(),
+                "total": group.total,
+                "remaining": group.total,
                 "cancelled": 0,
                 "state": GroupState.OPEN.value,
                 "created_at": tx.now,
                 "holders": 0,
+                "deadline_s": group.rule.deadline_s,
+                "source_seq": group.source_seq,
             }
             for item, group in fresh
         ],
     )
     new_rollouts = [
-        _new_rollout(tx, run_id, group.id, index) for _, group in fresh for index in range(group.num_rollouts)
+        _new_rollout(tx, run_id, group.id, index) for _, group in fresh for index in range(group.total)
     ]
     tx.conn.execute(sa.insert(rollouts), new_rollouts)
     tx.count(run_id, queued=len(new_rollouts), groups_open=len(fresh))
@@ -212,76 +242,3 @@ def _new_rollout(tx: Tx, run_id: str, group_id: str, index: int) -> dict[str, An
         "not_before": 0.0,
         "created_at": tx.now,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How many rollouts of a group ended, and how many of those by a cancel."""
-
-    rollouts: int
-    cancelled: int
-
-
-_SETTLE = (
-    sa.update(groups)
-    .where(groups.c.id == sa.bindparam("settled_id"))
-    .values(
-        remaining=groups.c.remaining - sa.bindparam("ended"),
-        cancelled=groups.c.cancelled + sa.bindparam("ended_cancelled"),
-    )
-)
-_FINISH = (
-    sa.update(groups)
-    .where(groups.c.id == sa.bindparam("finished_id"))
-    .values(
-        state=sa.bindparam("end_state"),
-        finished_at=sa.bindparam("at"),
-        finished_seq=sa.bindparam("place"),
-    )
-)
-_GROUPS_FINISHED = sa.select(run_counts.c.groups_finished).where(
-    run_counts.c.run_id == sa.bindparam("finished_run")
-)
-
-
-def count_ended(tx: Tx, ended: Mapping[str, Ended]) -> None:
-    """Count ended rollouts in their groups."""
-    tx.conn.execute(
-        _SETTLE,
-        [
-            {"settled_id": group_id, "ended": end.rollouts, "ended_cancelled": end.cancelled}
-            for group_id, end in ended.items()
-        ],
-    )
-
-
-def settle(tx: Tx, run_id: str, ended: Mapping[str, Ended]) -> None:
-    """Count ended rollouts of groups of one run, and finish those groups that have none left."""
-    count_ended(tx, ended)
-    done: list[Any] = []
-    for some in chunked(list(ended)):
-        query = sa.select(groups.c.id, groups.c.seq, groups.c.num_rollouts, groups.c.cancelled)
-        done += tx.conn.execute(query.where(groups.c.id.in_(some), groups.c.remaining == 0)).all()
-    if done:
-        done.sort(key=lambda row: int(row.seq))
-        finish_groups(tx, run_id, [(row.id, row.cancelled == row.num_rollouts) for row in done])
-
-
-def finish_groups(tx: Tx, run_id: str, done: Sequence[tuple[str, bool]]) -> None:
-    """``done`` are groups whose last rollout ended, and whether all were cancelled. Each gets the next
-    place in the run's log, whatever became of its rollouts: a trainer that waits for it must hear."""
-    before = tx.conn.execute(_GROUPS_FINISHED, {"finished_run": run_id}).scalar_one()
-    ends = [
-        {
-            "finished_id": group_id,
-            "end_state": (GroupState.CANCELLED if all_cancelled else GroupState.FINISHED).value,
-            "at": tx.now,
-            "place": before + place,
-        }
-        for place, (group_id, all_cancelled) in enumerate(done, start=1)
-    ]
-    tx.conn.execute(_FINISH, ends)
-    tx.count(run_id, groups_open=-len(done), groups_finished=len(done), groups_undelivered=len(done))
-    for end in ends:
-        data = {"state": end["end_state"], "finished_seq": end["place"]}
-        tx.emit("group.finished", run_id=run_id, group_id=end["finished_id"], data=data)

@@ -58,10 +58,21 @@ def list_rollouts(
     return page(conn, query, rollouts.c.seq, rollout_of, cursor=cursor, limit=limit)
 
 
-def list_attempts(conn: sa.Connection, rollout_id: str) -> list[Attempt]:
+def list_attempts(conn: sa.Connection, rollout_id: str, cursor: str | None, limit: int) -> Page[Attempt]:
     get_rollout(conn, rollout_id)
-    query = sa.select(attempts.c.record).where(attempts.c.rollout_id == rollout_id).order_by(attempts.c.epoch)
-    return [Attempt.model_validate_json(record) for record in conn.execute(query).scalars()]
+    query = sa.select(attempts.c.epoch, attempts.c.record).where(attempts.c.rollout_id == rollout_id)
+    return page(conn, query, attempts.c.epoch, _attempt, cursor=cursor, limit=limit)
+
+
+def last_attempt(conn: sa.Connection, rollout_id: str) -> Attempt | None:
+    get_rollout(conn, rollout_id)
+    query = sa.select(attempts.c.record).where(attempts.c.rollout_id == rollout_id)
+    row = conn.execute(query.order_by(attempts.c.epoch.desc()).limit(1)).one_or_none()
+    return None if row is None else _attempt(row)
+
+
+def _attempt(row: Any) -> Attempt:
+    return Attempt.model_validate_json(row.record)
 
 
 def get_attempt(conn: sa.Connection, attempt_id: str) -> Attempt:

@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from rollserve.errors import Conflict, NotFound
-from rollserve.records.run import Run, RunSpec, RunState
+from rollserve.records.run import Run, RunSpec, RunState, SourceStatus
 from rollserve.store.base import Page
 from rollserve.store.ops.pages import page
 from rollserve.store.ops.tx import Tx
@@ -21,8 +21,10 @@ from rollserve.store.schema import (
     leases,
     policies,
     rollouts,
+    run_bins,
     run_counts,
     runs,
+    sources,
     trainers,
 )
 
@@ -36,6 +38,7 @@ def _run(row: Any) -> Run:
         spec=RunSpec.model_validate_json(row.spec),
         state=row.state,
         created_at=row.created_at,
+        base_version=row.base_version,
     )
 
 
@@ -50,25 +53,47 @@ def list_runs(conn: sa.Connection, cursor: str | None, limit: int) -> Page[Run]:
     return page(conn, sa.select(runs), runs.c.seq, _run, cursor=cursor, limit=limit)
 
 
-def create_run(tx: Tx, run: Run) -> None:
+def create_run(tx: Tx, run: Run, source: SourceStatus | None) -> Run:
     """Raises ``NotFound`` without its policy, ``Conflict`` when the id is taken."""
-    policy = run.spec.policy
-    if tx.conn.execute(sa.select(policies.c.name).where(policies.c.name == policy)).first() is None:
-        raise NotFound(f"no policy {policy!r}", field="policy")
+    spec = run.spec
+    asked = sa.select(policies.c.version).where(policies.c.name == spec.policy)
+    version = tx.conn.execute(asked).scalar_one_or_none()
+    if version is None:
+        raise NotFound(f"no policy {spec.policy!r}", field="policy")
     if tx.conn.execute(sa.select(runs.c.id).where(runs.c.id == run.id)).first() is not None:
         raise Conflict(f"run {run.id!r} exists", field="id")
+    ahead, per_version = _pace(spec)
     tx.conn.execute(
         sa.insert(runs).values(
             id=run.id,
-            policy=policy,
+            policy=spec.policy,
             state=run.state.value,
-            spec=run.spec.model_dump_json(),
-            max_running=run.spec.quota.max_running_rollouts,
+            spec=spec.model_dump_json(),
+            max_running=spec.quota.max_running_rollouts,
             created_at=run.created_at,
+            rank=2 * spec.priority + (spec.purpose == "evaluation"),
+            base_version=version,
+            ahead_groups=ahead,
+            per_version=per_version,
+            judged=bool(spec.filters),
+            hold_s=spec.delivery.max_wait_s if spec.delivery.order == "submit" else None,
         )
     )
     tx.conn.execute(sa.insert(run_counts).values(run_id=run.id, **dict.fromkeys(COUNTERS, 0)))
-    tx.emit("run.opened", policy=policy, run_id=run.id, data={"name": run.spec.name})
+    if source is not None:
+        tx.conn.execute(sa.insert(sources).values(run_id=run.id, **source.model_dump(mode="json")))
+    tx.emit("run.opened", policy=spec.policy, run_id=run.id, data={"name": spec.name})
+    return run.model_copy(update={"base_version": version})
+
+
+def _pace(spec: RunSpec) -> tuple[int | None, int | None]:
+    """How many groups may have been started, at the first version and for each one after it: a group is
+    handed over when those before it have been, ``groups_per_version`` at a version."""
+    most, source = spec.staleness.max_staleness, spec.source
+    per_version = spec.staleness.groups_per_version or (source.target_groups if source else None)
+    if most is None or per_version is None:
+        return None, None
+    return (most + 1) * per_version + (source.extra_groups if source else 0), per_version
 
 
 def set_run_state(tx: Tx, run_id: str, state: RunState) -> Run:
@@ -90,6 +115,15 @@ def run_counts_of(conn: sa.Connection, run_id: str) -> dict[str, int]:
     if row is None:
         raise NotFound(f"no run {run_id!r}", field="run_id")
     return {name: getattr(row, name) for name in COUNTERS}
+
+
+def count_queued(conn: sa.Connection) -> int:
+    query = (
+        sa.select(sa.func.coalesce(sa.func.sum(run_counts.c.queued), 0))
+        .join_from(run_counts, runs, runs.c.id == run_counts.c.run_id)
+        .where(runs.c.state != RunState.CLOSED.value)
+    )
+    return int(conn.execute(query).scalar_one())
 
 
 def prunable(conn: sa.Connection, run_id: str) -> None:
@@ -114,7 +148,7 @@ def prune_step(tx: Tx, run_id: str) -> tuple[list[str], bool]:
     for table in (rollouts, groups, events):
         if _forget(tx, table, run_id) is not None:
             return [], False
-    for small in (deliveries, leases, checkpoints, trainers, run_counts):
+    for small in (deliveries, leases, checkpoints, trainers, run_counts, run_bins, sources):
         tx.conn.execute(sa.delete(small).where(small.c.run_id == run_id))
     tx.conn.execute(sa.delete(runs).where(runs.c.id == run_id))
     tx.emit("run.pruned", data={"run_id": run_id})

@@ -1,18 +1,26 @@
-"""Taking rollouts from the queue, at a cost that depends on how many are taken, not on how many wait."""
+"""Taking rollouts from the queue, at a cost that depends on how many are taken, not on how many wait.
+
+The order: runs of higher rank first, whatever they have running already. Among runs of equal rank each
+place goes to the run with the fewest running rollouts (those just taken included), the one whose oldest
+ready rollout was submitted first among equals. Nothing that runs is stopped for another run.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import heapq
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
 from rollserve.records.base import new_id
+from rollserve.records.control import GroupRule
 from rollserve.records.rollout import Attempt, Rollout, RolloutState, move
 from rollserve.records.run import RunState
 from rollserve.records.task import Task
 from rollserve.store.base import Start
+from rollserve.store.ops.closing import rule_of
 from rollserve.store.ops.rollouts import rollout_of
 from rollserve.store.ops.tx import Tx, chunked
 from rollserve.store.schema import (
@@ -37,8 +45,25 @@ _HEAD = (
     .where(rollouts.c.run_id == runs.c.id, QUEUE_READY)
     .scalar_subquery()
 )
+_VERSIONS = sa.case(
+    (policies.c.version > runs.c.base_version, policies.c.version - runs.c.base_version), else_=0
+)
+"""Since the run was opened or rewound; another run's rewind may set the policy back behind that."""
+
 _ELIGIBLE = (
-    sa.select(runs.c.id, (runs.c.max_running - run_counts.c.running).label("room"), _HEAD.label("head"))
+    sa.select(
+        runs.c.id,
+        runs.c.rank,
+        run_counts.c.running,
+        (runs.c.max_running - run_counts.c.running).label("room"),
+        (
+            runs.c.ahead_groups
+            + _VERSIONS * runs.c.per_version
+            - run_counts.c.groups_good
+            - run_counts.c.groups_started
+        ).label("new_groups"),
+        _HEAD.label("head"),
+    )
     .join_from(runs, run_counts, run_counts.c.run_id == runs.c.id)
     .join(policies, policies.c.name == runs.c.policy)
     .where(
@@ -49,8 +74,13 @@ _ELIGIBLE = (
     )
 )
 _READY = (
-    sa.select(rollouts)
-    .where(rollouts.c.run_id == sa.bindparam("of_run"), QUEUE_READY)
+    sa.select(rollouts, groups.c.started_at)
+    .join_from(rollouts, groups, groups.c.id == rollouts.c.group_id)
+    .where(
+        rollouts.c.run_id == sa.bindparam("of_run"),
+        rollouts.c.seq > sa.bindparam("after"),
+        QUEUE_READY,
+    )
     .order_by(rollouts.c.seq)
     .limit(sa.bindparam("room"))
 )
@@ -84,8 +114,10 @@ def start_rollouts(tx: Tx, now: float, limit: int) -> list[Start]:
     )
     tx.conn.execute(sa.insert(attempts), [_new_attempt(item, now) for item in started])
     for run_id, count in Counter(item.run_id for item in started).items():
-        tx.count(run_id, queued=-count, running=count)
-    tasks = _tasks(tx, {item.group_id for item in started})
+        first = {row.group_id for row in rows if row.run_id == run_id and row.started_at is None}
+        _start_groups(tx, first, now)
+        tx.count(run_id, queued=-count, running=count, groups_started=len(first))
+    homes = _homes(tx, {item.group_id for item in started})
     answer: list[Start] = []
     for item in started:
         assert item.attempt_id is not None
@@ -96,7 +128,8 @@ def start_rollouts(tx: Tx, now: float, limit: int) -> list[Start]:
             rollout_id=item.id,
             data={"attempt_id": item.attempt_id, "epoch": item.epoch},
         )
-        answer.append(Start(rollout=item, attempt_id=item.attempt_id, task=tasks[item.group_id]))
+        task, rule = homes[item.group_id]
+        answer.append(Start(rollout=item, attempt_id=item.attempt_id, task=task, rule=rule))
     return answer
 
 
@@ -107,16 +140,75 @@ def next_due(conn: sa.Connection) -> float | None:
 
 
 def _pick(tx: Tx, limit: int) -> list[Any]:
-    """The first ``limit`` ready rollouts of all eligible runs, in submit order."""
+    """Rows of the rollouts to start, at most ``limit``."""
     eligible = [row for row in tx.conn.execute(_ELIGIBLE) if row.head is not None]
     picked: list[Any] = []
-    for run in sorted(eligible, key=lambda row: int(row.head)):
-        if len(picked) >= limit and run.head > picked[limit - 1].seq:
-            break
-        room = min(limit, run.room)
-        picked += tx.conn.execute(_READY, {"of_run": run.id, "room": room}).all()
-        picked.sort(key=lambda row: int(row.seq))
-    return picked[:limit]
+    for rank in sorted({row.rank for row in eligible}, reverse=True):
+        if len(picked) < limit:
+            picked += _share(tx, [row for row in eligible if row.rank == rank], limit - len(picked))
+    return picked
+
+
+def _share(tx: Tx, among: Sequence[Any], limit: int) -> list[Any]:
+    """Of runs of equal rank: place by place to the one with the fewest running."""
+    picked: list[Any] = []
+    lines = {run.id: _Line(tx, run, limit // len(among) + 1) for run in among}
+    waiting = [(run.running, run.head, run.id) for run in among]
+    heapq.heapify(waiting)
+    while waiting and len(picked) < limit:
+        running, _, run_id = heapq.heappop(waiting)
+        line = lines[run_id]
+        if (row := line.first) is not None:
+            picked.append(row)
+            line.drop()
+            if line.first is not None:
+                heapq.heappush(waiting, (running + 1, line.first.seq, run_id))
+    return picked
+
+
+class _Line:
+    """What a run could start now, in submit order, fetched as it is taken. Groups start in that order
+    too, so that those that may not start yet come last."""
+
+    def __init__(self, tx: Tx, run: Any, page: int) -> None:
+        self._tx = tx
+        self._run = run
+        self._page = page
+        self._room = run.room
+        self._new_groups = run.new_groups
+        self._begun: set[str] = set()
+        self._after = -1
+        self._rows: deque[Any] = deque()
+
+    @property
+    def first(self) -> Any | None:
+        """The next row; None when there is none, or none that may start."""
+        if self._room <= 0:
+            return None
+        if not self._rows:
+            wanted = {"of_run": self._run.id, "after": self._after, "room": min(self._page, self._room)}
+            self._rows.extend(self._tx.conn.execute(_READY, wanted).all())
+        row = self._rows[0] if self._rows else None
+        if row is None or self._new_groups is None or row.started_at is not None:
+            return row
+        return row if row.group_id in self._begun or len(self._begun) < self._new_groups else None
+
+    def drop(self) -> None:
+        """The first one is taken."""
+        row = self._rows.popleft()
+        self._after = row.seq
+        self._room -= 1
+        if row.started_at is None:
+            self._begun.add(row.group_id)
+
+
+def _start_groups(tx: Tx, group_ids: set[str], now: float) -> None:
+    for some in chunked(sorted(group_ids)):
+        tx.conn.execute(
+            sa.update(groups)
+            .where(groups.c.id.in_(some))
+            .values(started_at=now, due_at=now + groups.c.deadline_s)
+        )
 
 
 def _started(row: Any) -> Rollout:
@@ -137,11 +229,11 @@ def _new_attempt(rollout: Rollout, now: float) -> dict[str, Any]:
     }
 
 
-def _tasks(tx: Tx, group_ids: set[str]) -> dict[str, Task]:
-    found: dict[str, Task] = {}
+def _homes(tx: Tx, group_ids: set[str]) -> dict[str, tuple[Task, GroupRule]]:
+    found: dict[str, tuple[Task, GroupRule]] = {}
     for some in chunked(sorted(group_ids)):
         rows: Sequence[Any] = tx.conn.execute(
-            sa.select(groups.c.id, groups.c.task).where(groups.c.id.in_(some))
+            sa.select(groups.c.id, groups.c.task, groups.c.rule).where(groups.c.id.in_(some))
         ).all()
-        found.update({row.id: Task.model_validate_json(row.task) for row in rows})
+        found.update({row.id: (Task.model_validate_json(row.task), rule_of(row)) for row in rows})
     return found

@@ -14,6 +14,9 @@ T = TypeVar("T")
 CHUNK = 500
 """Values per ``IN (…)`` list: below every database's bound on parameters."""
 
+Bins = dict[tuple[str, str, str], tuple[int, int]]
+"""By run, kind and bin: a count and tokens to add."""
+
 _ADD_COUNTS = (
     sa.update(run_counts)
     .where(run_counts.c.run_id == sa.bindparam("counted_run"))
@@ -22,15 +25,17 @@ _ADD_COUNTS = (
 
 
 class Tx:
-    """One operation inside a writer's transaction. Events are written with the transaction, after its
-    operations; those of an operation that failed are dropped with it."""
+    """One operation inside a writer's transaction. Events, and what is added to histograms (``ops.bins``),
+    are written with the transaction, after its operations; those of an operation that failed are dropped
+    with it."""
 
-    __slots__ = ("conn", "events", "now")
+    __slots__ = ("bins", "conn", "events", "now")
 
     def __init__(self, conn: sa.Connection, now: float) -> None:
         self.conn = conn
         self.now = now
         self.events: list[dict[str, Any]] = []
+        self.bins: Bins = {}
 
     def emit(
         self,

@@ -1,0 +1,109 @@
+"""The table of harnesses: every row can be run as it says, and is checked before anything starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollserve.agent.command import VALUES, filled
+from rollserve.agent.harness.base import MOUNT, Dialect, Harness, HarnessOptions, mounts_of, program_of
+from rollserve.agent.harness.install import install
+from rollserve.agent.harness.table import HARNESSES
+from rollserve.agent.registry import built_in
+from rollserve.errors import InvalidInput
+
+SPOKEN = {name: f"<{name}>" for name in VALUES} | {"context_tokens": "1000", "max_tokens": "10", "model": "m"}
+EACH = pytest.mark.parametrize("harness", HARNESSES.values(), ids=list(HARNESSES))
+
+
+def installed(folder: Path, harness: Harness) -> Path:
+    """As the installer leaves it."""
+    place = folder / harness.folder
+    (place / "bin").mkdir(parents=True)
+    (place / "bin" / harness.program).write_text("#!/bin/sh\n")
+    return place
+
+
+@EACH
+def test_versions_are_pinned(harness: Harness) -> None:
+    packages = [*harness.install.npm, *harness.install.pip]
+    assert packages
+    assert all(re.search(r"[^@=](@|==)\d[\w.]*$", package) for package in packages)
+    assert any(package.endswith(harness.version) for package in packages)
+
+
+@EACH
+def test_settings_files_are_well_formed_and_name_the_session(harness: Harness) -> None:
+    for dialect in harness.wires:
+        program = program_of(harness, HarnessOptions(dialect=dialect))
+        for path, text in program.files.items():
+            made = filled(text, SPOKEN)
+            if path.endswith(".json"):
+                json.loads(made)
+            elif path.endswith(".toml"):
+                tomllib.loads(made)
+        everything = [program.command, *program.env.values(), *program.files.values()]
+        assert any("{base_url}" in text or "{session_url}" in text for text in everything)
+        assert any("{api_key}" in text for text in everything)
+        assert any("{instruction" in text for text in everything)
+        assert harness.program in program.needs
+        assert program.command.startswith(f"{harness.program} ")
+
+
+@EACH
+def test_it_is_mounted_where_it_is_installed_and_wanted(harness: Harness, tmp_path: Path) -> None:
+    entry = built_in(tmp_path)[harness.name]
+    assert entry.acts_inside
+    assert entry.mounts({}) == {}
+    with pytest.raises(InvalidInput) as caught:
+        entry.check({"provide": "mount"})
+    assert caught.value.field == "agent.options.provide"
+    place = installed(tmp_path, harness)
+    entry.check({"provide": "mount"})
+    assert entry.mounts({}) == {MOUNT: str(place)}
+    assert entry.mounts({"provide": "image"}) == {}
+
+
+def test_without_a_folder_nothing_is_mounted() -> None:
+    assert mounts_of(HARNESSES["pi"], HarnessOptions(), None) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"dialect": "chat"}, "dialect"),
+        ({"dialect": "telegraph"}, "dialect"),
+        ({"provide": "magic"}, "provide"),
+        ({"promt": 1}, "promt"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        built_in()["codex"].check(options)
+    assert caught.value.field == f"agent.options.{field}"
+
+
+def test_options_add_to_a_row() -> None:
+    options = HarnessOptions(arguments="--tools read", env={"PI_OFFLINE": "0", "A": "b"}, files={"x": "y"})
+    program = program_of(HARNESSES["pi"], options)
+    assert program.command.endswith("{instruction} --tools read")
+    assert program.env == {"PI_OFFLINE": "0", "A": "b"}
+    assert set(program.files) == {"~/.pi/agent/models.json", "x"}
+
+
+def test_each_dialect_is_spoken_by_some_harness() -> None:
+    assert {dialect for row in HARNESSES.values() for dialect in row.wires} == set(Dialect)
+
+
+def test_what_is_installed_is_not_installed_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    harness = HARNESSES["pi"]
+    place = installed(tmp_path, harness)
+    (place / ".installed").write_text(repr(harness.install))
+    assert install(harness, tmp_path, said.append) == place
+    assert said == ["pi-1.6.0: installed already"]

@@ -1,0 +1,212 @@
+"""MCP servers as tools, with the official client: programs of a real sandbox, and one behind a URL."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollserve.agent.mcp_servers import MAX_STARTS
+from rollserve.agent.toolbox import BuiltToolbox, ToolCatalog
+from rollserve.errors import InfrastructureFailure, InvalidInput, SandboxError
+from rollserve.sandbox.base import Sandbox, SandboxSpec
+from rollserve.sandbox.process import ProcessRuntime
+from rollserve.testing.fakes import some_task
+from rollserve.testing.runtime_probes import processes_with, unique_seconds, wait_until_gone
+from rollserve.usercode.hosts import ZygoteHosts
+
+SERVER = (Path(__file__).parent / "mcp_server.py").read_bytes()
+COMMAND = ["python3", "server.py"]
+
+
+@pytest.fixture
+async def hosts(tmp_path: Path) -> AsyncIterator[ZygoteHosts]:
+    found = ZygoteHosts(code_dir=tmp_path)
+    yield found
+    await found.close()
+
+
+@pytest.fixture
+async def box(tmp_path: Path) -> AsyncIterator[Sandbox]:
+    runtime = ProcessRuntime(data_dir=tmp_path)
+    spec = SandboxSpec(files={"server.py": SERVER})
+    yield await runtime.create(spec, owner="test", ttl_s=100)
+    await runtime.close()
+
+
+@asynccontextmanager
+async def opened(
+    hosts: ZygoteHosts, box: Sandbox | None, *, network: bool = False, command_s: float = 20, **servers: Any
+) -> AsyncIterator[BuiltToolbox]:
+    task = some_task(tools=["echo"], mcp_servers=servers, limits={"command_s": command_s})
+    catalog = ToolCatalog(hosts, has_network=lambda task: network)
+    await catalog.check(task)
+    async with catalog.open(task, box) as tools:
+        yield tools
+
+
+def names(tools: BuiltToolbox) -> list[str]:
+    return [schema["function"]["name"] for schema in tools.schemas]
+
+
+async def test_tools_carry_the_servers_name_and_schema(hosts: ZygoteHosts, box: Sandbox) -> None:
+    async with opened(hosts, box, calc={"command": COMMAND, "tools": ["add"]}) as tools:
+        assert names(tools) == ["echo", "calc__add"]
+        function = tools.schemas[1]["function"]
+        assert function["description"] == "Add two numbers."
+        assert function["parameters"]["required"] == ["a", "b"]
+        assert (await tools.call("calc__add", '{"a": 1, "b": 41}')).text == "42"
+        wrong = await tools.call("calc__add", '{"a": 1, "c": 2}')
+        assert wrong.is_error
+        assert "`c` is not known" in wrong.text
+        assert "`b` is required (integer)" in wrong.text
+
+
+async def test_every_name_is_one_that_models_may_write(hosts: ZygoteHosts, box: Sandbox) -> None:
+    async with opened(hosts, box, s={"command": COMMAND}) as tools:
+        odd = [name for name in names(tools) if name.startswith("s__odd_name__")]
+        assert [len(name) for name in odd] == [64]
+        assert (await tools.call(odd[0], "{}")).text == "odd"
+        assert len(names(tools)) == 9
+
+
+async def test_results_errors_and_images(hosts: ZygoteHosts, box: Sandbox) -> None:
+    async with opened(hosts, box, s={"command": COMMAND, "env": {"GREETING": "it's me"}}) as tools:
+        assert (await tools.call("s__count", "{}")).text == "1 it's me"
+        failed = await tools.call("s__fail", "{}")
+        assert (failed.text, failed.is_error) == ("no such row", True)
+        drawn = await tools.call("s__draw", "{}")
+        assert drawn.text == "[image/png attached]"
+        assert drawn.attachments[0].base64 == "UE5H"
+        assert (await tools.call("s__bad_protocol", "{}")).is_error
+        assert (await tools.call("s__count", "{}")).text == "2 it's me"
+
+
+async def test_a_server_that_dies_is_started_anew(hosts: ZygoteHosts, box: Sandbox) -> None:
+    async with opened(hosts, box, s={"command": COMMAND}) as tools:
+        await tools.call("s__count", "{}")
+        for _ in range(MAX_STARTS - 1):
+            died = await tools.call("s__die", "{}")
+            assert died.is_error
+            assert "ended; the next call starts it anew" in died.text
+            assert "I am dying" in died.text
+            assert (await tools.call("s__count", "{}")).text == "1 "
+        await tools.call("s__die", "{}")
+        assert f"has been started {MAX_STARTS} times" in (await tools.call("s__count", "{}")).text
+
+
+async def test_a_slow_call_times_out_and_others_go_on(hosts: ZygoteHosts, box: Sandbox) -> None:
+    servers: dict[str, Any] = {name: {"command": COMMAND} for name in ("one", "two")}
+    async with opened(hosts, box, command_s=0.5, **servers) as tools:
+        slow = await tools.call("one__slow", "{}")
+        assert slow.is_error
+        assert "no answer of the MCP server 'one' in 0.5 s" in slow.text
+        assert (await tools.call("two__count", "{}")).text == "1 "
+
+
+async def test_a_server_ends_with_the_toolbox(hosts: ZygoteHosts, box: Sandbox) -> None:
+    mark = unique_seconds()
+    start = ["sh", "-c", f"sleep {mark} & exec python3 server.py"]
+    async with opened(hosts, box, s={"command": start}):
+        assert processes_with(mark)
+    await wait_until_gone(mark)
+    assert (await box.exec("echo on")).output == "on\n"
+
+
+@pytest.mark.parametrize(
+    ("server", "says"),
+    [
+        ({"command": ["/no/such/server"]}, "/no/such/server"),
+        ({"command": ["sh", "-c", "echo broken config >&2; exit 1"]}, "broken config"),
+        ({"command": ["cat"], "start_s": 0.3}, "does not start"),
+        ({"command": ["sleep", "60"], "start_s": 0.3}, "no answer in 0.3 s"),
+        ({"command": ["sh", "-c", "head -c 100000000 /dev/zero"], "start_s": 10}, "does not start"),
+        ({"command": COMMAND, "tools": ["ad"]}, "has no tool 'ad'"),
+    ],
+)
+async def test_a_server_that_does_not_start_says_why(
+    hosts: ZygoteHosts, box: Sandbox, server: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InfrastructureFailure) as caught:
+        async with opened(hosts, box, s=server):
+            raise AssertionError("opened")
+    assert says in str(caught.value)
+    assert (await box.exec("echo on")).output == "on\n"
+
+
+async def test_a_cancelled_call_or_start_leaves_nothing(hosts: ZygoteHosts, box: Sandbox) -> None:
+    async with opened(hosts, box, s={"command": COMMAND}) as tools:
+        call = asyncio.create_task(tools.call("s__slow", "{}"))
+        await asyncio.sleep(0.1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    mark = unique_seconds()
+
+    async def never() -> None:
+        async with opened(hosts, box, s={"command": ["sleep", mark]}):
+            raise AssertionError("opened")
+
+    opening = asyncio.create_task(never())
+    while not processes_with(mark):
+        await asyncio.sleep(0.01)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert not processes_with(mark)
+
+
+async def test_a_gone_sandbox_is_no_tool_error(hosts: ZygoteHosts, box: Sandbox) -> None:
+    async with opened(hosts, box, s={"command": COMMAND}) as tools:
+        await box.close()
+        with pytest.raises(SandboxError):
+            await tools.call("s__count", "{}")
+
+
+@pytest.mark.parametrize(
+    ("server", "field", "says"),
+    [
+        ({}, "mcp_servers.s", "a command or a url"),
+        ({"command": ["x"], "url": "http://a/mcp"}, "mcp_servers.s.url", "not both"),
+        ({"url": "http://a/mcp", "env": {"A": "1"}}, "mcp_servers.s.env", "for a command"),
+        ({"url": "http://a/mcp"}, "mcp_servers.s.url", "this task has no network"),
+        ({"command": [""]}, "mcp_servers.s.command.0", "is empty"),
+    ],
+)
+async def test_bad_servers_are_named_before_anything_starts(
+    hosts: ZygoteHosts, server: dict[str, Any], field: str, says: str
+) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        await ToolCatalog(hosts).check(some_task(mcp_servers={"s": server}))
+    assert caught.value.field == field
+    assert says in str(caught.value)
+
+
+async def test_a_server_behind_a_url(hosts: ZygoteHosts) -> None:
+    import uvicorn
+    from mcp.server import MCPServer
+
+    server = MCPServer("calc")
+
+    @server.tool()
+    def add(a: int, b: int) -> str:
+        return str(a + b)
+
+    sock = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(server.streamable_http_app(), log_level="error", lifespan="on")
+    serving = uvicorn.Server(config)
+    task = asyncio.create_task(serving.serve(sockets=[sock]))
+    while not serving.started:
+        await asyncio.sleep(0.01)
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}/mcp"
+    try:
+        async with opened(hosts, None, network=True, calc={"url": url}) as tools:
+            assert (await tools.call("calc__add", '{"a": 2, "b": 3}')).text == "5"
+    finally:
+        serving.should_exit = True
+        await task

@@ -1,0 +1,53 @@
+"""How a policy's backends are spoken to is the policy's to say, and one way for all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollserve.errors import InvalidInput
+from rollserve.records.policy import BackendKind, BackendSpec, Interface, PolicySpec
+from rollserve.rollouts.templates import is_probed
+from rollserve.testing.server_room import Room
+
+TEXT = PolicySpec(name="pol", model="m", interface="text")
+
+
+async def test_a_policy_of_text_needs_no_tokenizer_and_no_probe(room: Room) -> None:
+    policy = await room.core.policies.create(TEXT)
+    assert policy.spec.tokenizer is None
+    assert is_probed(policy)
+    backend = await room.core.policies.register("pol", BackendSpec(url="http://b", kind=BackendKind.TEXT))
+    assert backend.spec.kind is BackendKind.TEXT
+
+
+@pytest.mark.parametrize("interface", ["tokens", "chat"])
+async def test_where_there_are_ids_there_is_a_tokenizer(interface: Interface, room: Room) -> None:
+    spec = TEXT.model_copy(update={"interface": interface})
+    with pytest.raises(InvalidInput, match="needs a tokenizer") as refused:
+        await room.core.policies.create(spec)
+    assert refused.value.field == "tokenizer"
+
+
+async def test_an_engine_that_renders_needs_no_renderer_of_ours(room: Room) -> None:
+    spec = TEXT.model_copy(update={"interface": "chat", "tokenizer": "tiny"})
+    assert is_probed(await room.core.policies.create(spec))
+
+
+@pytest.mark.parametrize(
+    ("interface", "kind"),
+    [
+        ("tokens", BackendKind.CHAT),
+        ("tokens", BackendKind.TEXT),
+        ("chat", BackendKind.VLLM),
+        ("chat", BackendKind.TEXT),
+        ("text", BackendKind.OPENAI),
+        ("text", BackendKind.CHAT),
+    ],
+)
+async def test_a_policy_mixes_no_interfaces(interface: Interface, kind: BackendKind, room: Room) -> None:
+    spec = TEXT.model_copy(update={"interface": interface, "tokenizer": "tiny"})
+    await room.core.policies.create(spec)
+    with pytest.raises(InvalidInput, match="can't mix them") as refused:
+        await room.core.policies.register("pol", BackendSpec(url="http://b", kind=kind))
+    assert refused.value.field == "kind"
+    assert (await room.core.policies.backends("pol")).items == []

@@ -25,7 +25,7 @@ import msgspec
 import uvloop
 
 from rollserve.cli.processes import Processes, free_port
-from rollserve.testing.tiny_tokenizer import TinyTokenizer
+from rollserve.tiny_tokenizer import TinyTokenizer
 
 
 async def floor_episode(session: aiohttp.ClientSession, url: str, turns: int, prompt: list[int]) -> None:

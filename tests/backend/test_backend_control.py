@@ -106,8 +106,9 @@ async def test_one_that_is_not_there(closed_port: int) -> None:
     await control.close()
 
 
-async def test_a_kind_that_cant_be_paused_says_so(url: str) -> None:
-    control = make_control(BackendSpec(url=url, kind=BackendKind.OPENAI))
+@pytest.mark.parametrize("kind", [BackendKind.OPENAI, BackendKind.CHAT, BackendKind.TEXT])
+async def test_a_kind_that_cant_be_paused_says_so(url: str, kind: BackendKind) -> None:
+    control = make_control(BackendSpec(url=url, kind=kind))
     assert "is not paused" in await control.check(UpdateMode.ABORT)
     with pytest.raises(InvalidInput, match="can't stand still") as error:
         await control.check(UpdateMode.KEEP)

@@ -13,7 +13,7 @@ from rollserve.records.call import Message, ToolCall
 from rollserve.records.policy import RendererSpec
 from rollserve.testing.harness_trial import COLUMNS, Trial, branches_of, table
 from rollserve.testing.scripted_plan import WATCHWORD, Step, arguments_for, editing_plan, follow, offered
-from rollserve.testing.tiny_tokenizer import TinyTokenizer
+from rollserve.tiny_tokenizer import TinyTokenizer
 
 
 def tool(name: str, *required: str, **properties: dict[str, Any]) -> dict[str, Any]:

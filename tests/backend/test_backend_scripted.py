@@ -20,7 +20,7 @@ from rollserve.records import policy
 from rollserve.records.policy import BackendInfo, BackendKind, BackendSpec
 from rollserve.testing.scripted import ScriptedBackend, ScriptedEngine
 from rollserve.testing.scripted_server import ScriptedApp, episode, served, serving
-from rollserve.testing.tiny_tokenizer import TinyTokenizer
+from rollserve.tiny_tokenizer import TinyTokenizer
 
 Connect = Callable[..., Backend]
 Ask = Callable[..., GenerateRequest]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollserve.dialect.clients import CLIENTS, NAME_HEADER, OTHER, recognise
+from rollserve.dialect.openai import error_document
 from rollserve.errors import (
     AnothersSession,
     AttemptCancelled,
@@ -93,10 +94,17 @@ def test_all_clients_meet_the_same_elsewhere(name: str) -> None:
         AnothersSession("no"): 403,
         NotFound("none"): 404,
         TooLarge("large"): 413,
-        BackendError("wrong"): 502,
+        BackendError("wrong"): 503 if name == "qwen-code" else 502,
         InfrastructureFailure("disk"): 500,
     }
     assert {error: CLIENTS[name].status(error) for error in wanted} == wanted
+
+
+def test_qwen_code_asks_anew_after_an_overload_alone() -> None:
+    """A stream that broke off for any other cause it goes on with, in words of its own."""
+    status = CLIENTS["qwen-code"].status(BackendError("broke off"))
+    assert error_document(BackendError("broke off"), status)["type"] == "overloaded_error"
+    assert error_document(BackendError("broke off"), 502)["type"] == "server_error"
 
 
 def test_only_pi_would_rather_lose_a_stream_than_read_an_error_in_it() -> None:
@@ -115,4 +123,5 @@ def test_the_documented_table_is_this_one() -> None:
     for client in CLIENTS.values():
         statuses = " | ".join(str(client.status(error)) for error in (OVER[0], SECRET[0], BUSY[0]))
         ending = "breaks off" if client.drops_streams else "an error event"
+        ending += "; over generate_content its body alone" if client.bare_errors else ""
         assert f"| `{client.name}` | {statuses} | {client.grace_s:g} | {ending}" in text

@@ -83,6 +83,9 @@ class MemorySegment:
     async def seal(self) -> Any:
         raise AssertionError
 
+    def leave(self) -> None:
+        raise AssertionError
+
     def discard(self) -> None:
         raise AssertionError
 

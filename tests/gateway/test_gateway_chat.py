@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.gateway.conftest import SHELL, MemorySegment, PauseCounter, World
+from tests.gateway.serving import of_session
+from tests.gateway.serving import serving as http_serving
 
 from rollserve.backend.base import GenerateRequest, Generation
 from rollserve.backend.pool import BackendPool
@@ -291,6 +293,36 @@ async def test_tokens_that_are_only_counted_use_the_budget(enter: Any) -> None:
     assert first.finish_reason == "length"
     with pytest.raises(LimitReached):
         await session.model.chat([USER, first.message, MORE])
+
+
+@pytest.mark.parametrize("form", ["vllm", "text"])
+async def test_an_agent_streams_over_http(form: str, enter: Any) -> None:
+    """Text, then a tool call, then what was counted; logprobs only where there are tokens."""
+    room = await enter(form, chunk_tokens=1)
+    room.says(f"let me look\n{CALL}")
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [SHELL],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "logprobs": True,
+    }
+    async with http_serving(room) as _:
+        session = await room.open()
+        async with of_session(session) as client:
+            answer = await client.post("chat/completions", json=body)
+    assert answer.status_code == 200
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    events = [json.loads(line) for line in lines]
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    assert "".join(choice["delta"].get("content") or "" for choice in choices) == "let me look"
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+    assert [call["function"]["name"] for call in calls] == ["shell"]
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    sampled = len(room.app.engine.script([]).token_ids)
+    assert events[-1]["usage"]["completion_tokens"] == sampled
+    logprobs = [entry for choice in choices for entry in (choice["logprobs"] or {}).get("content", ())]
+    assert len(logprobs) == (sampled if form == "vllm" else 0)
 
 
 class Interrupted:

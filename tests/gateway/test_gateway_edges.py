@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -230,6 +231,29 @@ async def test_a_stream_that_fails_ends_as_its_client_takes_it_best(
             assert breaks
     assert ("nothing answers" in text) != breaks
     assert "[DONE]" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "bare"), [("gemini-cli", True), ("google-genai", True), ("opencode", False), ("other", False)]
+)
+async def test_an_error_in_a_stream_of_googles_stands_alone_for_those_who_read_no_other(
+    served: World, session: GatewaySession, name: str, bare: bool
+) -> None:
+    """Its own client takes an error event for an answer that says nothing."""
+
+    async def pace(index: int) -> None:
+        if index == 1:
+            raise BackendUnavailable("nothing answers")
+
+    served.pool.pace = pace
+    body = {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}
+    path = session.base_url.removesuffix("/v1") + "/v1beta/models/m:streamGenerateContent?alt=sse"
+    async with of_session(session, **{NAME_HEADER: name}) as one:
+        parts = (await one.post(path, json=body)).text.strip().split("\n\n")
+    told = parts[-1] if bare else parts[-1].removeprefix("data: ")
+    assert json.loads(told)["error"]["code"] == 503
+    assert all(part.startswith("data: {") for part in parts[:-1])
+    assert parts[-1].startswith("{" if bare else "data: {")
 
 
 async def test_a_budget_that_ends_under_a_stream_is_told_even_to_pi(served: World) -> None:

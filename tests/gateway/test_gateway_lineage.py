@@ -212,6 +212,28 @@ def test_a_compaction_that_nobody_names() -> None:
     assert agents.settled() == ["continuation", "compaction", "compaction"]
 
 
+def test_a_summary_that_was_asked_for_as_such_is_known_without_its_frame() -> None:
+    """Claude Code says what it asks for; the history that follows holds what stood in the tags."""
+    agents = Agents()
+    agents.ask(*BEGUN, said=reply("", "t1"))
+    asked = Message(role="tool", content="x", tool_call_id="t1")
+    said = reply(f"<summary>\n{SUMMARY}\n</summary>")
+    hints = {"purpose": "compaction"}
+    agents.ask(*BEGUN, reply("", "t1"), asked, user("summarize"), said=said, hints=hints)
+    assert agents.ask(system(), user(f"It goes on. {SUMMARY} Go on."), *BEGUN[1:]) == "compaction"
+    assert agents.calls[-1].broke is None
+
+
+@pytest.mark.parametrize("instructions", [1, 2])
+def test_a_title_asked_for_first_in_two_messages(instructions: int) -> None:
+    """opencode: its main line is no sub-agent's for that."""
+    agents = Agents()
+    title = [*[system("Write a title.")] * instructions, user("A title for this:"), user('"Fix the bug."')]
+    agents.ask(*title, tools=False, said=reply("Bug fix"))
+    assert agents.ask(*BEGUN) == "continuation"
+    assert agents.settled() == ["side", "continuation"]
+
+
 def test_a_compaction_by_a_call_of_two_messages_with_a_kept_tail() -> None:
     agents = Agents()
     agents.ask(*BEGUN, said=reply("", "t1"))

@@ -7,7 +7,7 @@ import numpy as np
 from rollserve.errors import FailureKind
 from rollserve.records.rollout import RolloutState
 from rollserve.records.task import AgentSpec, GraderSpec, Limits
-from rollserve.testing.tiny_tokenizer import TinyTokenizer
+from rollserve.tiny_tokenizer import TinyTokenizer
 from tests.integration.conftest import Server, one
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rollserve.records.rollout import RolloutState
 from rollserve.testing.image_files import Member, make_image, small_root, tar_of
-from rollserve.testing.tiny_tokenizer import TinyTokenizer
+from rollserve.tiny_tokenizer import TinyTokenizer
 from rollserve.wire import OpenRun
 from tests.integration.conftest import Server, add_policy, finished, play, shell_task
 

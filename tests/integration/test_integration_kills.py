@@ -59,7 +59,7 @@ async def test_the_server_killed_twice_amid_100_rollouts_loses_and_doubles_nothi
         counts = (await run.status()).counts
         assert counts["completed"] == GROUPS * ROLLOUTS
         assert counts["queued"] == counts["running"] == 0
-        assert await records_of_lost(client, run.id, "server_restart")
+        assert len(await records_of_lost(client, run.id, "server_restart")) >= 8
 
 
 async def records_of_lost(client: Client, run_id: str, code: str) -> list[Attempt]:

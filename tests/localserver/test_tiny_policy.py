@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollserve.sandbox.tools.plain import ShellTool, SubmitTool
-from rollserve.testing.tiny_tokenizer import TinyTokenizer, build, tokenizer_file
+from rollserve.tiny_tokenizer import TinyTokenizer, build, tokenizer_file
 from rollserve.trainers.tiny.demonstrations import Demonstrations, Mixture, Values, _render, _ways, paths
 from rollserve.trainers.tiny.model import make_model, save_model, token_logprobs
 from rollserve.trainers.tiny.rendering import Rendering

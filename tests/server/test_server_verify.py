@@ -16,7 +16,7 @@ from rollserve.records.call import Call, Message, SamplingParams, VersionSpan, p
 from rollserve.records.policy import BackendInfo, BackendSpec
 from rollserve.records.rollout import RolloutState
 from rollserve.records.verification import SampleCheck, Verification
-from rollserve.rollouts.verify import Verifier, Wanted
+from rollserve.rollouts.verify import Criteria, Verifier
 from rollserve.store.base import AttemptPayload
 from rollserve.testing.fakes_server import FakeExecutor, FakePayloads, a_call, ended
 from rollserve.testing.scripted import Reply, ScriptedBackend, ScriptedEngine, logprob_of, replies
@@ -69,7 +69,7 @@ class Bench:
         return backend.id
 
     async def verify(self, rollout_id: str, **wanted: Any) -> Verification:
-        found = await self.verifier.verify(rollout_id, Wanted(**wanted))
+        found = await self.verifier.verify(rollout_id, Criteria(**wanted))
         assert all(backend.closed for backend in self.opened)
         return found
 

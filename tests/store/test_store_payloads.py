@@ -229,6 +229,20 @@ class TestAddresses:
         assert await store.salvage("r", "dead") == kept
         dead.discard()
 
+    async def test_what_is_left_can_be_salvaged(self, store: FilePayloadStore, tmp_path: Path) -> None:
+        left, empty = store.open_segment("r", "left"), store.open_segment("r", "empty")
+        left.append_log("whole")
+        for segment in (left, empty):
+            segment.leave()
+            segment.leave()
+            with pytest.raises(Conflict):
+                segment.append_log("late")
+        kept = await store.salvage("r", "left")
+        assert kept is not None
+        assert [line for _, line in (await store.read(kept.ref)).log] == ["whole"]
+        assert await store.salvage("r", "empty") is None
+        assert files_under(tmp_path / "payloads") == ["r/left.rsp"]
+
     async def test_damaged_file(self, store: FilePayloadStore, tmp_path: Path) -> None:
         segment = store.open_segment("r", "a")
         segment.append_call(make_call())

@@ -631,6 +631,8 @@ async def test_an_abandoned_attempt_cleans_up_and_says_nothing(bench: Bench) -> 
     assert await asyncio.wait_for(task, 10) is None
     assert bench.fakes.leftovers == []
     assert bench.fakes.payloads.sealed == {}
+    (left,) = bench.fakes.payloads.left.values()  # what it did is the server's to salvage
+    assert left.log
     assert bench.free()
 
 

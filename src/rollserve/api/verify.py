@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Response
 from rollserve.api.answers import record
 from rollserve.api.parts import Core, StrictRoute
 from rollserve.records.verification import Verification
-from rollserve.rollouts.verify import Wanted
+from rollserve.rollouts.verify import Criteria
 
 
 async def verify(
@@ -21,10 +21,10 @@ async def verify(
     mean_difference: Annotated[float, Query(ge=0, description="Of a sample, in nats.")] = 0.05,
 ) -> Response:
     """Check the rollout's samples: whole, read back from their ids, and scored again by a backend."""
-    wanted = Wanted(
+    criteria = Criteria(
         score=score, backend_id=backend_id, max_difference=max_difference, mean_difference=mean_difference
     )
-    return record(await core.verifier.verify(rollout_id, wanted))
+    return record(await core.verifier.verify(rollout_id, criteria))
 
 
 def router() -> APIRouter:

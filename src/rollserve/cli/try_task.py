@@ -131,6 +131,9 @@ class LiveSegment:
     async def seal(self) -> SealedPayload:
         return await self._inner.seal()
 
+    def leave(self) -> None:
+        self._inner.leave()
+
     def discard(self) -> None:
         self._inner.discard()
 

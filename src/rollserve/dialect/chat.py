@@ -11,15 +11,16 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from rollserve.dialect import chat_answer, chat_request, openai
+from rollserve.dialect import chat_answer, chat_request
 from rollserve.dialect.base import Answered, Asked, StreamWriter, Target
-from rollserve.errors import MethodNotAllowed, RollserveError
+from rollserve.dialect.openai import OpenAIDialect
+from rollserve.errors import MethodNotAllowed
 
 _PATH = "/v1/chat/completions"
 _MODELS = "/v1/models"
 
 
-class ChatDialect:
+class ChatDialect(OpenAIDialect):
     """``Dialect`` of ``POST /v1/chat/completions``, and of ``GET /v1/models[/NAME]``."""
 
     name = "chat"
@@ -55,13 +56,3 @@ class ChatDialect:
     def counted(self, asked: Asked, prompt_tokens: int) -> bytes:
         """No route of this dialect counts."""
         raise NotImplementedError
-
-    def models(self, names: Sequence[str], *, created_s: int) -> bytes:
-        return openai.models_document(names, created_s)
-
-    def model(self, name: str, *, created_s: int) -> bytes:
-        """One model, where the path named it (``Target.model``)."""
-        return msgspec.json.encode(openai.model_entry(name, created_s))
-
-    def error(self, error: RollserveError, status: int) -> bytes:
-        return msgspec.json.encode({"error": openai.error_document(error, status)})

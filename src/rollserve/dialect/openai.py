@@ -45,12 +45,22 @@ def error_message(error: RollserveError) -> str:
     return message
 
 
-def models_document(names: Sequence[str], created_s: int) -> bytes:
-    entries = [model_entry(name, created_s) for name in names]
-    return msgspec.json.encode({"object": "list", "data": entries})
+class OpenAIDialect:
+    """What chat and responses share of a ``Dialect``."""
+
+    def models(self, names: Sequence[str], *, created_s: int) -> bytes:
+        entries = [_model(name, created_s) for name in names]
+        return msgspec.json.encode({"object": "list", "data": entries})
+
+    def model(self, name: str, *, created_s: int) -> bytes:
+        """One model, where the path named it (``Target.model``)."""
+        return msgspec.json.encode(_model(name, created_s))
+
+    def error(self, error: RollserveError, status: int) -> bytes:
+        return msgspec.json.encode({"error": error_document(error, status)})
 
 
-def model_entry(name: str, created_s: int) -> dict[str, Any]:
+def _model(name: str, created_s: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created_s, "owned_by": "rollserve"}
 
 

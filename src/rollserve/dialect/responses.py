@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from rollserve.dialect import openai, responses_answer, responses_request
+from rollserve.dialect import responses_answer, responses_request
 from rollserve.dialect.base import Answered, Asked, StreamWriter, Target
+from rollserve.dialect.openai import OpenAIDialect
 from rollserve.dialect.responses_stream import EventWriter
-from rollserve.errors import MethodNotAllowed, RollserveError
+from rollserve.errors import MethodNotAllowed
 
 _PATHS = {
     "/v1/responses": Target(operation="generate"),
@@ -21,7 +22,7 @@ _PATHS = {
 }
 
 
-class ResponsesDialect:
+class ResponsesDialect(OpenAIDialect):
     """``Dialect`` of ``POST /v1/responses`` and ``POST /v1/responses/input_tokens``."""
 
     name = "responses"
@@ -56,12 +57,3 @@ class ResponsesDialect:
 
     def counted(self, asked: Asked, prompt_tokens: int) -> bytes:
         return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": prompt_tokens})
-
-    def models(self, names: Sequence[str], *, created_s: int) -> bytes:
-        return openai.models_document(names, created_s)
-
-    def model(self, name: str, *, created_s: int) -> bytes:
-        return msgspec.json.encode(openai.model_entry(name, created_s))
-
-    def error(self, error: RollserveError, status: int) -> bytes:
-        return msgspec.json.encode({"error": openai.error_document(error, status)})

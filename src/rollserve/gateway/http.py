@@ -70,7 +70,8 @@ class _Request:
         """What makes two requests the same: what they ask for. Their bytes may differ: Codex writes what it
         says of itself in another order each time."""
         silent = replace(asked, request=replace(asked.request, hints={}))
-        found = hashlib.blake2b(msgspec.msgpack.encode(silent), digest_size=16)
+        known = msgspec.msgpack.encode(silent, order="deterministic")
+        found = hashlib.blake2b(known, digest_size=16)
         found.update(b"\0".join((dialect.name.encode(), self.path.encode("utf-8", "replace"), self.query)))
         return found.digest()
 

@@ -152,9 +152,9 @@ def _asked_by(tree: Tree, given: Messages) -> str | None:
 
 def _summary(tree: Tree, given: Messages) -> Node | None:
     for node in _newest(tree):
-        probe = _probe(node)
-        if probe and any(
-            probe in message.content and _is_quoted(message, at, given, node)
+        probes = _probes(node)
+        if probes and any(
+            any(probe in message.content for probe in probes) and _is_quoted(message, at, given, node)
             for at, message in enumerate(given)
             if message.role in ("user", "assistant")
         ):
@@ -162,15 +162,14 @@ def _summary(tree: Tree, given: Messages) -> Node | None:
     return None
 
 
-def _probe(node: Node) -> str:
-    """What of a reply tells that a history holds it."""
+def _probes(node: Node) -> list[str]:
+    """What of a reply tells that a history holds it; agents take a summary out of its frame."""
     if node.reply.tool_calls:
-        return ""
+        return []
     text = node.reply.content.strip()
-    if node.label == "compaction" and len(text) >= _SUMMARY_CHARS:
-        return text
     longest = max((line.strip() for line in text.splitlines()), key=len, default="")
-    return longest if len(longest) >= _TELLING_CHARS else ""
+    found = [text] if node.label == "compaction" and len(text) >= _SUMMARY_CHARS else []
+    return [*found, longest] if len(longest) >= _TELLING_CHARS else found
 
 
 def _is_quoted(message: Message, at: int, given: Messages, node: Node) -> bool:

@@ -25,6 +25,7 @@ from tokenizers.decoders import DecodeStream
 from rollserve.errors import InvalidInput
 from rollserve.gateway.recent import RecentIds
 from rollserve.gateway.template import ChatTemplate
+from rollserve.tiny_tokenizer import tokenizer_file
 
 OPEN, CLOSE = "\uf8f0", "\uf8f1"
 _ESCAPED = (r"\uf8f0", r"\uf8f1")
@@ -33,6 +34,7 @@ _ESCAPED = (r"\uf8f0", r"\uf8f1")
 _GUARDED = re.compile(rf"(?:{OPEN}|\\uf8f0)([0-9a-f]*)(?:{CLOSE}|\\uf8f1)")
 _MARKUP = re.compile(r"[<\[]\S*[>\]]", re.DOTALL)
 _CACHED_CHARS = 32
+_LONG_CHARS = 4096
 _CACHED_TEXTS = 1024
 _RECENT_IDS = 1 << 20
 _END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>", "<eos>")
@@ -131,8 +133,7 @@ class TextTokenizer:
         return ids
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
-        return ids
+        return _encoded(self._inner, text)
 
     def _encode_guarded(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -149,7 +150,7 @@ class TextTokenizer:
     def encode_plain(self, text: str) -> list[int]:
         """Ids of text that is only text. A model that has a look-alike in its own vocabulary gets it
         in smaller pieces."""
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        ids = _encoded(self._plain, text)
         if len(text) < 2 or self.control_ids.isdisjoint(ids):
             return ids
         middle = len(text) // 2
@@ -216,6 +217,15 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         return self._stream.step(self._inner, token_id) or ""
+
+
+def _encoded(inner: Tokenizer, text: str) -> list[int]:
+    """Only a batch lets other threads run meanwhile; for short text it costs more."""
+    if len(text) > _LONG_CHARS:
+        ids: list[int] = inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    else:
+        ids = inner.encode(text, add_special_tokens=False).ids
+    return ids
 
 
 def _longest_token(inner: Tokenizer, document: dict[str, Any]) -> int | None:
@@ -292,7 +302,7 @@ def check_tokenizer(name: str) -> None:
 
 def _read_files(name: str) -> TokenizerFiles:
     if name == "tiny":
-        return _from_directory(name, _shipped())
+        return _from_directory(name, tokenizer_file().parent)
     path = Path(name)
     if path.is_dir():
         return _from_directory(name, path)
@@ -301,12 +311,6 @@ def _read_files(name: str) -> TokenizerFiles:
     if path.is_absolute() or name.startswith(".") or name.endswith(".json"):
         raise InvalidInput(f"no such file or directory: {name}", field="tokenizer")
     return _from_hub(name)
-
-
-def _shipped() -> Path:
-    import rollserve
-
-    return Path(rollserve.__file__).parent / "testing" / "assets" / "tiny-tokenizer"
 
 
 def _from_directory(name: str, folder: Path, file: str = "tokenizer.json") -> TokenizerFiles:

@@ -49,7 +49,8 @@ T = TypeVar("T")
 
 
 class AttemptRunner:
-    """Runs one attempt, once. The segment is the attempt's: it is sealed or discarded here."""
+    """Runs one attempt, once. The segment is the attempt's: it is sealed here, or left as it stands for the
+    server that finds the attempt interrupted."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class AttemptRunner:
             self._ending = True
             await self._release()
             if self._abandoned:
-                self._segment.discard()
+                self._segment.leave()
         if self._abandoned:
             return None
         await self._seal()

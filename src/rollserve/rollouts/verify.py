@@ -43,7 +43,7 @@ _TOKENIZERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class Criteria:
     """``backend_id`` None takes any active one that scores; ``score`` False none. A sample is wrong whose
     difference is above these, in nats."""
 
@@ -93,7 +93,7 @@ class Verifier:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def verify(self, rollout_id: str, wanted: Wanted) -> Verification:
+    async def verify(self, rollout_id: str, criteria: Criteria) -> Verification:
         """Raises ``NotFound`` for no such rollout or backend. What is wrong with the rollout is in the
         answer; what can't be checked too."""
         async with self._turns:
@@ -108,9 +108,9 @@ class Verifier:
             policy = await self._store.get_policy(run.spec.policy)
             tokenizer = await self._tokenizer(policy)
             checks = [await self._structure(each, calls, tokenizer, policy) for each in made.samples]
-            async with aclosing(await self._scorer(policy, wanted)) as scorer:
+            async with aclosing(await self._scorer(policy, criteria)) as scorer:
                 for check, sample in zip(checks, made.samples, strict=True):
-                    await self._score(check, sample, calls, scorer, tokenizer, wanted)
+                    await self._score(check, sample, calls, scorer, tokenizer, criteria)
             return Verification(
                 rollout_id=rollout_id,
                 samples=[check.done() for check in checks],
@@ -147,16 +147,16 @@ class Verifier:
 
     # ── scores
 
-    async def _scorer(self, policy: Policy, wanted: Wanted) -> _Scorer:
+    async def _scorer(self, policy: Policy, criteria: Criteria) -> _Scorer:
         """The first active backend that scores, or the one named."""
-        if not wanted.score:
+        if not criteria.score:
             return _Scorer(policy, why="not asked for")
         name = policy.spec.name
         listed = (await self._store.list_backends(name, limit=MAX_BACKENDS)).items
-        if wanted.backend_id is not None:
-            listed = [backend for backend in listed if backend.id == wanted.backend_id]
+        if criteria.backend_id is not None:
+            listed = [backend for backend in listed if backend.id == criteria.backend_id]
             if not listed:
-                raise NotFound(f"policy {name!r} has no backend {wanted.backend_id!r}", field="backend_id")
+                raise NotFound(f"policy {name!r} has no backend {criteria.backend_id!r}", field="backend_id")
         able = [backend for backend in listed if backend.state is BackendState.ACTIVE]
         why = f"policy {name!r} has no active backend"
         for backend in able[:_TRIED]:
@@ -176,7 +176,7 @@ class Verifier:
         calls: Mapping[str, Call],
         scorer: _Scorer,
         tokenizer: TextTokenizer | None,
-        wanted: Wanted,
+        criteria: Criteria,
     ) -> None:
         if scorer.client is None or scorer.backend is None or not sample.exact or check.findings:
             check.not_scored = scorer.why or ("not exact" if not sample.exact else "it is broken")
@@ -197,7 +197,7 @@ class Verifier:
             return
         where = (scorer.backend.id, serves)
         check.difference = await self._work(_difference, sample, found, scores, where, tokenizer)
-        check.judge(wanted)
+        check.judge(criteria)
 
     async def _serves(self, client: Client, backend: Backend, policy: Policy) -> int:
         """The version of the weights that answer now: by their own label, where the backend tells one."""
@@ -228,14 +228,14 @@ class _Check:
     difference: Difference | None = None
     not_scored: str | None = None
 
-    def judge(self, wanted: Wanted) -> None:
+    def judge(self, criteria: Criteria) -> None:
         found = self.difference
         if found is None:
             return
-        if found.mean > wanted.mean_difference or found.max > wanted.max_difference:
+        if found.mean > criteria.mean_difference or found.max > criteria.max_difference:
             detail = (
                 f"logprobs differ by {found.mean:.4f} on average and {found.max:.4f} at most "
-                f"(allowed: {wanted.mean_difference:g}, {wanted.max_difference:g})"
+                f"(allowed: {criteria.mean_difference:g}, {criteria.max_difference:g})"
             )
             self.findings = [*self.findings, Finding(check="difference", detail=detail, at=found.at)]
 

@@ -113,8 +113,8 @@ def descendants(root: int, *, since_ticks: int) -> list[int]:
     return found
 
 
-def kill_tree(root: int, *, since_ticks: int) -> None:
-    """Kill ``root`` and its descendants since ``since_ticks``.
+def kill_tree(root: int, *, since_ticks: int) -> set[int]:
+    """Kill ``root`` and its descendants since ``since_ticks``; returns them all.
 
     All are stopped before any is killed: a stopped process can't fork past the walk, and a stopped
     shell can't go on to its next command when the present one dies.
@@ -131,6 +131,7 @@ def kill_tree(root: int, *, since_ticks: int) -> None:
     for pid in stopped:
         send_signal(pid, signal.SIGKILL)
     send_signal(root, signal.SIGKILL)
+    return stopped | {root}
 
 
 def kill_all(find: Callable[[], Iterable[int]], *, within_s: float) -> list[int]:

@@ -305,7 +305,7 @@ class Shell:
         return capture
 
     async def _stop_command(self) -> None:
-        """Kill the running command with its shell and wait until the supervisor has noticed."""
+        """Kill the running command with its shell; returns when both are gone and the supervisor knows."""
         self._commands.clear()
         self._data.clear()
         if not self._alive or self._gone:
@@ -315,14 +315,17 @@ class Shell:
             return
         waiter = self._expect(self._key)
         pid = self._find_shell()
-        if pid is not None:
-            processes.kill_tree(pid, since_ticks=self._started_ticks)
+        killed = set() if pid is None else processes.kill_tree(pid, since_ticks=self._started_ticks)
+        watch = processes.ProcessWatch(killed)
         try:
             async with asyncio.timeout(RESTART_TIMEOUT_S):
                 await waiter
+                await watch.gone(timeout_s=RESTART_TIMEOUT_S)
         except TimeoutError:
             self._gone = "the shell could not be killed"
             raise SandboxError(self._gone, operation="sandbox.exec") from None
+        finally:
+            watch.close()
         self._alive = False
         self._last_code = 0
 

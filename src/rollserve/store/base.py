@@ -409,8 +409,11 @@ class Segment(Protocol):
     async def seal(self) -> SealedPayload:
         """Pack, compress, and make durable; the live file is gone afterwards."""
 
+    def leave(self) -> None:
+        """Close it as it stands, for whoever salvages it. Idempotent."""
+
     def discard(self) -> None:
-        """Drop it (a fenced attempt). Idempotent."""
+        """Drop it (an attempt that never began). Idempotent."""
 
 
 class PayloadStore(Protocol):

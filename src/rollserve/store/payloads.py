@@ -163,11 +163,14 @@ class FileSegment:
             self._live.unlink()
         return SealedPayload(ref=self._ref, size_bytes=size_bytes)
 
-    def discard(self) -> None:
-        """Also of what a seal that failed has left."""
+    def leave(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def discard(self) -> None:
+        """Also of what a seal that failed has left."""
+        self.leave()
         self._live.unlink(missing_ok=True)
         self._stem.with_name(self._stem.name + TEMPORARY).unlink(missing_ok=True)
 
@@ -244,6 +247,9 @@ def _salvage(stem: Path, ref: str, fsync: bool) -> SealedPayload | None:
         try:
             payload, _ = gather(live.read_bytes())
         except FileNotFoundError:
+            return None
+        if payload == AttemptPayload():
+            live.unlink(missing_ok=True)
             return None
         size_bytes = _keep(stem, pack(payload), fsync=fsync)
         live.unlink(missing_ok=True)

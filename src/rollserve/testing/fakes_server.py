@@ -270,6 +270,9 @@ class FakeSegment:
         self._payloads.keep(self._ref, self._payload)
         return SealedPayload(ref=self._ref, size_bytes=1)
 
+    def leave(self) -> None:
+        return
+
     def discard(self) -> None:
         self._payloads.live.pop(self._ref, None)
 

@@ -313,6 +313,9 @@ class FakeSegment:
         self._payloads.sealed[self._ref] = self.payload
         return SealedPayload(ref=self._ref, size_bytes=1)
 
+    def leave(self) -> None:
+        self._payloads.left[self._ref] = self._payloads.live.pop(self._ref)
+
     def discard(self) -> None:
         self._payloads.live.pop(self._ref, None)
 
@@ -321,6 +324,7 @@ class FakePayloads:
     def __init__(self, hooks: Hooks) -> None:
         self.hooks = hooks
         self.live: dict[str, AttemptPayload] = {}
+        self.left: dict[str, AttemptPayload] = {}
         self.sealed: dict[str, AttemptPayload] = {}
         self.open_error: Exception | None = None
         self.log_error: OSError | None = None

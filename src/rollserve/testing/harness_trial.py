@@ -70,8 +70,13 @@ WINDOWS: Mapping[str, tuple[int, int]] = {
     "opencode": (40_000, CONTEXT_TOKENS),
     "pi": (200_000, 20_000),
 }
-"""Of those that compact by themselves: what each is told of the context, and what it is. pi goes by its own
-count until it has said its last word, and by what is refused before."""
+"""Of those that compact by themselves: what each is told of the context, and what it is. pi compacts where it
+is refused, and when it has said its last word."""
+
+_SMALL: Mapping[str, dict[str, str]] = {
+    "pi": {"~/.pi/agent/settings.json": '{"compaction": {"enabled": true, "keepRecentTokens": 500}}'}
+}
+"""Settings with which a trial is long enough to be compacted: the tiny tokenizer's tokens are few letters."""
 
 COLUMNS = (
     *("harness", "dialect", "completed", "calls", "generations", "labels", "branches"),
@@ -274,6 +279,7 @@ async def _troubled(
     elif trouble is Trouble.COMPACTION:
         engine.script = follow_through(long_plan())
         options["context_tokens"], engine.context_tokens = WINDOWS[name]
+        options["files"] = _SMALL.get(name, {})
     before = engine.started
     trial = await attempt(client, name, dialect, **options)
     trial.generations = engine.started - before

@@ -48,7 +48,7 @@ from rollserve.testing.scripted_bodies import (
     encode_stream,
     encode_whole,
 )
-from rollserve.testing.tiny_tokenizer import TinyTokenizer
+from rollserve.tiny_tokenizer import TinyTokenizer
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

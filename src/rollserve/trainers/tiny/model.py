@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollserve.testing.tiny_tokenizer import EOS_TOKEN, PAD_TOKEN, TinyTokenizer, tokenizer_file
+from rollserve.tiny_tokenizer import EOS_TOKEN, PAD_TOKEN, TinyTokenizer, tokenizer_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from renderers import Qwen3RendererConfig, create_renderer
 
-from rollserve.testing.tiny_tokenizer import EOS_TOKEN, TinyTokenizer
+from rollserve.tiny_tokenizer import EOS_TOKEN, TinyTokenizer
 from rollserve.trainers.tiny.task import SHELL_TOOL
 
 

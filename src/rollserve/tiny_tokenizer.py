@@ -5,7 +5,7 @@ template's own long passages, and the frame of a tool schema, are single tokens 
 prompt of 600 byte pairs before each one-line task would cost a tiny model most of its time. Single
 letters (with and without the space before) and digits are single tokens.
 
-``python -m rollserve.testing.tiny_tokenizer FILE`` makes the checked-in file again, byte for byte.
+``python -m rollserve.tiny_tokenizer FILE`` makes the checked-in file again, byte for byte.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from pydantic_settings import (
 
 from rollserve.errors import ConfigError
 
-OTHER_VARIABLES = frozenset({"url", "api_key", "config", "venv", "test_harnesses"})
+OTHER_VARIABLES = frozenset({"url", "api_key", "config", "venv", "test_harnesses", "test_processes"})
 """``ROLLSERVE_…`` variables that are no settings."""
 
 Slots = Annotated[int, Field(ge=1, le=100_000)]

@@ -15,6 +15,7 @@ from rollserve.agent.harness.base import MOUNT, Dialect, Harness, HarnessOptions
 from rollserve.agent.harness.install import install
 from rollserve.agent.harness.table import HARNESSES
 from rollserve.agent.registry import built_in
+from rollserve.dialect.clients import NAME_HEADER
 from rollserve.errors import InvalidInput
 
 SPOKEN = {name: f"<{name}>" for name in VALUES} | {"context_tokens": "1000", "max_tokens": "10", "model": "m"}
@@ -94,6 +95,14 @@ def test_options_add_to_a_row() -> None:
     assert program.command.endswith("{instruction} --tools read")
     assert program.env == {"PI_OFFLINE": "0", "A": "b"}
     assert set(program.files) == {"~/.pi/agent/models.json", "x"}
+
+
+@pytest.mark.parametrize("name", ["pi", "mini-swe-agent"])
+def test_those_who_don_t_say_who_they_are_are_told_to(name: str) -> None:
+    for dialect in HARNESSES[name].wires:
+        program = program_of(HARNESSES[name], HarnessOptions(dialect=dialect))
+        told = " ".join([program.command, *program.files.values()])
+        assert re.search(rf'{NAME_HEADER}["=: ]+{name}', told)
 
 
 def test_each_dialect_is_spoken_by_some_harness() -> None:

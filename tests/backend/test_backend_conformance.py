@@ -197,3 +197,21 @@ class TestRealVllm(BackendConformance):
             overlong=info.context_tokens + 1,
             long_tokens=info.context_tokens - 16,
         )
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif("ROLLSERVE_TEST_VLLM_CHAT_URL" not in os.environ, reason="no server is named to test")
+class TestRealVllmChat(BackendConformance):
+    """Against a server with a tokenizer and a chat template, started with ``--logprobs-mode
+    processed_logprobs``, at ``ROLLSERVE_TEST_VLLM_CHAT_URL``, serving ``ROLLSERVE_TEST_VLLM_MODEL``."""
+
+    @pytest.fixture
+    async def subject(self, connect: Callable[..., Backend]) -> Subject:
+        url = os.environ["ROLLSERVE_TEST_VLLM_CHAT_URL"]
+        model = os.environ.get("ROLLSERVE_TEST_VLLM_MODEL", "tiny")
+        backend = connect(url, BackendKind.CHAT, model)
+        info = await backend.probe()
+        assert info.context_tokens is not None
+        return Subject(
+            backend=backend, model=model, overlong=info.context_tokens + 1, scores=False, chat=True
+        )

@@ -105,7 +105,7 @@ async def test_what_was_fetched_ahead_is_given_back(server: Server, backend_url:
         async with aclosing(run.groups(prefetch=4)) as groups:
             await anext(groups)
         seen: list[str] = []
-        async with aclosing(run.groups(auto_ack=False, prefetch=2)) as groups, asyncio.timeout(30):
+        async with aclosing(run.groups(auto_ack=False, prefetch=2)) as groups, asyncio.timeout(90):
             while len(seen) < 6:
                 group = await anext(groups)
                 await group.ack()

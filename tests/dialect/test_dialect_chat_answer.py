@@ -111,7 +111,7 @@ def test_a_failure_ends_the_stream_with_an_error() -> None:
         {
             "error": {
                 "message": "nobody there",
-                "type": "server_error",
+                "type": "overloaded_error",
                 "param": None,
                 "code": "backend_unavailable",
             }

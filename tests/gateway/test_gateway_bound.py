@@ -44,7 +44,7 @@ async def test_one_call_too_many_meets_503_and_never_429() -> None:
         refused = await client.post("/s/ses_1/v1/chat/completions", content=b"x" * (4 << 20))
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         error = refused.json()["error"]
-        assert (error["type"], error["code"]) == ("server_error", "unavailable")
+        assert (error["type"], error["code"]) == ("overloaded_error", "unavailable")
         assert (await client.get("/healthz")).text == "ok"
         go.set()
         assert [answer.status_code for answer in await asyncio.gather(*calls)] == [200] * MOST

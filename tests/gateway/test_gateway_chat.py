@@ -35,6 +35,7 @@ from rollserve.records.task import Limits
 from rollserve.testing.scripted import Reply, ScriptedEngine, replies
 from rollserve.testing.scripted_chat import ChatApp
 from rollserve.testing.scripted_server import serving
+from rollserve.wire import Form, from_wire, to_wire
 
 USER = Message(role="user", content="hi")
 MORE = Message(role="user", content="and now?")
@@ -283,6 +284,10 @@ async def test_a_run_that_keeps_text_gets_it(reward: float | None, enter: Any) -
         (0, np.dtype(name)) for name in ("int32", "bool", "float32", "int32", "float32")
     ]
     assert check_sample(sample, {call.id: call for call in room.calls}, None, 0).findings == []
+    forms: tuple[Form, ...] = ("json", "msgpack")
+    for form in forms:
+        arrived = from_wire(to_wire(sample, form))
+        assert (arrived.text, arrived.cause, len(arrived.ids)) == (sample.text, "no_tokens", 0)
 
 
 async def test_tokens_that_are_only_counted_use_the_budget(enter: Any) -> None:

@@ -241,19 +241,20 @@ async def test_an_error_in_a_stream_of_googles_stands_alone_for_those_who_read_n
 ) -> None:
     """Its own client takes an error event for an answer that says nothing."""
 
-    async def pace(index: int) -> None:
-        if index == 1:
-            raise BackendUnavailable("nothing answers")
+    def broken(request: GenerateRequest) -> Generation:
+        raise BackendUnavailable("nothing answers")
 
-    served.pool.pace = pace
+    served.pool.gate, served.pool.script = asyncio.Event(), broken
     body = {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}
     path = session.base_url.removesuffix("/v1") + "/v1beta/models/m:streamGenerateContent?alt=sse"
-    async with of_session(session, **{NAME_HEADER: name}) as one:
-        parts = (await one.post(path, json=body)).text.strip().split("\n\n")
-    told = parts[-1] if bare else parts[-1].removeprefix("data: ")
-    assert json.loads(told)["error"]["code"] == 503
-    assert all(part.startswith("data: {") for part in parts[:-1])
-    assert parts[-1].startswith("{" if bare else "data: {")
+    named = of_session(session, **{NAME_HEADER: name})
+    async with named as one, one.stream("POST", path, json=body) as response:
+        served.pool.gate.set()
+        text = "".join([part async for part in response.aiter_text()])
+    *events, told = text.strip().split("\n\n")
+    assert all(part.startswith("data: {") for part in events)
+    assert told.startswith("{" if bare else "data: {")
+    assert json.loads(told.removeprefix("data: "))["error"]["code"] == 503
 
 
 async def test_a_budget_that_ends_under_a_stream_is_told_even_to_pi(served: World) -> None:

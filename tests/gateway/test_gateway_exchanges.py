@@ -351,3 +351,13 @@ async def test_what_nobody_listens_to_is_bounded(served: World) -> None:
 
 def _left(session: GatewaySession, number: int) -> bool:
     return len(session.exchanges.left) >= number
+
+
+async def test_what_is_kept_of_an_answered_request_is_not_its_messages(
+    session: GatewaySession, client: httpx.AsyncClient
+) -> None:
+    whole = await client.post(PATH, json=WHOLE)
+    (kept,) = session.exchanges._arrived
+    assert kept.asked.request.messages == ()
+    again = await client.post(PATH, json=WHOLE, headers=RETRY)
+    assert again.content == whole.content

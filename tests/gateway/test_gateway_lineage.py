@@ -224,6 +224,19 @@ def test_a_summary_that_was_asked_for_as_such_is_known_without_its_frame() -> No
     assert agents.calls[-1].broke is None
 
 
+def test_what_is_summarised_is_no_compaction_for_that() -> None:
+    """Codex asks for its summary without tools: a new root, which stems from the newest call."""
+    agents = Agents()
+    agents.ask(*BEGUN, said=reply("", "t1"))
+    history = (*BEGUN, reply("", "t1"), Message(role="tool", content="x", tool_call_id="t1"))
+    agents.ask(*history, said=reply("working"))
+    asked = (*history, reply("working"), user("summarize"))
+    agents.ask(*asked, said=reply(SUMMARY), tools=False, hints={"purpose": "compaction"})
+    assert agents.calls[-1].origin == agents.calls[1].id
+    assert agents.ask(system(), user("Fix the bug."), user(f"So far: {SUMMARY}")) == "compaction"
+    assert agents.settled() == ["continuation", "continuation", "compaction", "compaction"]
+
+
 @pytest.mark.parametrize("instructions", [1, 2])
 def test_a_title_asked_for_first_in_two_messages(instructions: int) -> None:
     """opencode: its main line is no sub-agent's for that."""

@@ -96,13 +96,13 @@ async def test_a_killed_worker_is_replaced_and_its_attempts_run_again(
         await drain(client, run.id, acked, 10)
         assert (await run.status()).counts["completed"] == 40
         assert await records_of_lost(client, run.id, "worker_lost")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while len((await client.status()).workers) < 2:
                 await asyncio.sleep(0.1)
 
 
 async def until_running(client: Client, count: int) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while (await client.status()).stages.get("run", 0) < count:
             await asyncio.sleep(0.02)
 

@@ -101,7 +101,7 @@ async def test_a_stopped_backend_is_infrastructure_for_every_agent(
         run = await client.open_run(OpenRun.model_validate({"policy": "tiny", "retry": {"max_attempts": 1}}))
         tasks = [shell_task(agent=AgentSpec(name=name), limits=Limits(run_s=4)) for name in AGENTS]
         await run.submit(tasks, num_rollouts=1)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while (await client.status()).stages.get("run", 0) < len(AGENTS):
                 await asyncio.sleep(0.02)
         os.kill(running.process.pid, signal.SIGSTOP)
@@ -130,7 +130,7 @@ async def test_an_agents_process_that_goes_on_is_told_to_stop(
             agent = AgentSpec(name="my_agents:Leaver", options={"folder": str(folder)})
             group = await one(client, backend_url, agent=agent)
             assert group.rollouts[0].reward == 1.0, group.rollouts[0].rollout.failure
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(90):
                 said = json.loads((await process.communicate())[0])
     finally:
         if process.returncode is None:

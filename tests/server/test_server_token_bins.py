@@ -214,8 +214,10 @@ async def finish(room: Room, runs: list[Run], workers: Workers) -> None:
     found = await booked(room, runs)
     assert found.total() == workers.sampled
     assert found["waiting"] == 0
-    named = {"delivered", "masked", "filtered", "stale", "redundant", "deadline", "straggler", "short"}
-    assert named | {"cancelled", "failed", "retried"} <= set(found)
+    # Whether a cancel meets an attempt that runs, or a worker that is slow, is a matter of time.
+    assert {"delivered", "masked", "filtered", "stale", "redundant", "short", "failed", "retried"} <= set(
+        found
+    )
     counts = [await room.core.runs.counts(run.id) for run in runs]
     assert sum(count["completed"] + count["failed"] + count["cancelled"] for count in counts) >= 2880
     await rewound(room, runs, found)

@@ -17,12 +17,13 @@ from rollserve.build.http import HttpServer, bind, url_of
 from rollserve.build.logs import configure_logs
 from rollserve.build.process import tune_process
 from rollserve.build.routes import session_routes
-from rollserve.config import Settings
+from rollserve.config import BackendsSettings, Settings
 from rollserve.executor.base import BackendReport, FromWorker
 from rollserve.executor.channel import Launch
 from rollserve.executor.worker_main import follow_parent, read_launch, serve
 from rollserve.gateway.bound import bounded
 from rollserve.gateway.http import make_app
+from rollserve.gateway.policies import PoolFactory
 from rollserve.gateway.service import GatewayService
 from rollserve.records.policy import Policy
 from rollserve.rollouts.clock import SystemClock
@@ -50,26 +51,29 @@ class Workplace:
     catalogs: Catalogs
 
 
+def _pools(asked: BackendsSettings, tell: Tell) -> PoolFactory:
+    settings = PoolSettings(
+        quiet_s=asked.quiet_s,
+        silent_s=asked.silent_s,
+        slow_start_s=asked.slow_start_s,
+        concurrency=asked.concurrency,
+    )
+
+    def report(backend_id: str, ok: bool, detail: str) -> None:
+        tell(BackendReport(backend_id=backend_id, ok=ok, detail=detail))
+
+    def make(policy: Policy) -> BackendPool:
+        return BackendPool(model=policy.spec.model, settings=settings, on_report=report)
+
+    return make
+
+
 @asynccontextmanager
 async def open_workplace(settings: Settings, tell: Tell) -> AsyncIterator[Workplace]:
     """``tell`` is handed what the backend pools see. Leaving closes gateway, code hosts, sandboxes."""
     hosts = make_hosts(settings)
-
-    def make_pool(policy: Policy) -> BackendPool:
-        def report(backend_id: str, ok: bool, detail: str) -> None:
-            tell(BackendReport(backend_id=backend_id, ok=ok, detail=detail))
-
-        asked = settings.backends
-        pool = PoolSettings(
-            quiet_s=asked.quiet_s,
-            silent_s=asked.silent_s,
-            slow_start_s=asked.slow_start_s,
-            concurrency=asked.concurrency,
-        )
-        return BackendPool(model=policy.spec.model, settings=pool, on_report=report)
-
     catalogs = make_catalogs(settings, hosts)
-    gateway = GatewayService(make_pool)
+    gateway = GatewayService(_pools(settings.backends, tell))
     sock = bind(settings.workers.gateway_host, 0)
     app = bounded(make_app(gateway, max_body_bytes=settings.api.max_body_mb << 20), most_calls(settings))
     http = HttpServer(app, sock)

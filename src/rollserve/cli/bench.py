@@ -116,6 +116,7 @@ class Bench:
             *("--port", self._server_url.rsplit(":", 1)[1], "--data-dir", str(self._folder / "data")),
             *("--workers", str(plan.workers), "--runtime", plan.runtime),
             *("--set", f"workers.run_slots={slots}", "--set", f"workers.grade_slots={slots}"),
+            *("--set", "backends.concurrency=off"),  # the scripted backend takes any number at once
         ]
         return self._processes.start("server", command)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from rollserve.dialect import chat_answer, chat_request
 from rollserve.dialect.base import Answered, Asked, StreamWriter, Target
 from rollserve.dialect.openai import OpenAIDialect

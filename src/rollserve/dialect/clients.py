@@ -79,7 +79,7 @@ CLIENTS = {
     for client in (
         Client(name="claude-code", grace_s=45.0, statuses={Trouble.SECRET: 400, Trouble.BUSY: 529}),
         Client(name="codex", statuses={Trouble.SECRET: 400}),
-        Client(name="qwen-code", statuses={Trouble.BACKEND: 503}, bare_errors=_GOOGLES),
+        Client(name="qwen-code", statuses={Trouble.BACKEND: 503}),
         Client(name="gemini-cli", grace_s=20.0, bare_errors=_GOOGLES),
         Client(name="opencode"),
         Client(name="pi", drops_streams=True),

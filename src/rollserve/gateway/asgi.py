@@ -46,9 +46,7 @@ async def read_body(
         raise Unavailable(f"the body did not arrive within {body_s:g} s", field="body") from error
 
 
-async def _parts(
-    receive: Receive, max_bytes: int, too_large: TooLarge, take: Callable[[int], None]
-) -> bytes:
+async def _parts(receive: Receive, max_bytes: int, too_large: TooLarge, take: Callable[[int], None]) -> bytes:
     parts, size, more = [], 0, True
     while more:
         message = await receive()

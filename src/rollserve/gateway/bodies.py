@@ -27,9 +27,7 @@ class Bodies:
         self.held_bytes = 0
 
     @asynccontextmanager
-    async def read(
-        self, session_id: str, headers: dict[str, str], receive: Receive
-    ) -> AsyncIterator[bytes]:
+    async def read(self, session_id: str, headers: dict[str, str], receive: Receive) -> AsyncIterator[bytes]:
         """A body of the session's; its bytes count until the block is left. Raises ``TooLarge``,
         ``Unavailable`` where it does not arrive in time or too much is held, ``Gone``."""
         taken = 0

@@ -1,9 +1,9 @@
 """Requests of a session that are being answered, or whose answer may not have arrived.
 
-A client that lost its connection sends its request again, asking for the same. The generation of the first goes
-on for the client's grace, and the second *joins* it, or is *replayed* its answer: the model is asked once.
-The same request after its answer has arrived is a new one (an agent may want another answer), as it is while
-the first is being answered on a connection that lives. See promise 10 of the design.
+A client that lost its connection sends its request again, asking for the same. The generation of the first
+goes on for the client's grace, and the second *joins* it, or is *replayed* its answer: the model is asked
+once. The same request after its answer has arrived is a new one (an agent may want another answer), as it is
+while the first is being answered on a connection that lives. See promise 10 of the design.
 """
 
 from __future__ import annotations

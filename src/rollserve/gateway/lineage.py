@@ -11,18 +11,18 @@ known once all calls of an attempt are there.
    same at the same time (``n`` above 1, parallel requests), a *fork* (side calls, sub-agents and compactions
    are no siblings here); all else is a *continuation*.
 3. A new root. (A call without tools, of at most two messages under its instructions, from which nothing
-   goes on is not yet the main line.) The same request again is a *retry* (or of its twin's kind, by 2). A history that holds the
-   text of a summary is the *compaction* that follows it: the whole reply of a call that is known as a
-   compaction, or the longest line (of 40 characters or more) of a reply without tool calls, found in a
-   message of the user's, or of the model's where that reply is not at home. A history that goes on from a
-   call (it has a break) is of that call's kind, or a *fork* where the history was edited, else a
-   *continuation*. Under instructions (system messages) that the session's main line had before, it is a
+   goes on is not yet the main line.) The same request again is a *retry* (or of its twin's kind, by 2). A
+   history that holds the text of a summary is the *compaction* that follows it: the whole reply of a call
+   that is known as a compaction, or the longest line (of 40 characters or more) of a reply without tool
+   calls, found in a message of the user's, or of the model's where that reply is not at home. A history that
+   goes on from a call (it has a break) is of that call's kind, or a *fork* where the history was edited, else
+   a *continuation*. Under instructions (system messages) that the session's main line had before, it is a
    *fork*. Under others: without tools, while the main line has some, and in at most two messages under them a
    *side* call; with tools a *subagent*'s. All else is a *continuation*, the first root among it.
 
 ``settled``: a call whose reply a compaction stems from is a compaction itself; and a single call without
-tools, of at most two messages under its instructions, that came before a main line with tools under other instructions was a side
-call (some agents ask for a title first).
+tools, of at most two messages under its instructions, that came before a main line with tools under other
+instructions was a side call (some agents ask for a title first).
 """
 
 from __future__ import annotations
@@ -162,13 +162,13 @@ def _summary(tree: Tree, given: Messages) -> Node | None:
     return None
 
 
-def _probes(node: Node) -> list[str]:
+def _probes(said: Node | Call) -> list[str]:
     """What of a reply tells that a history holds it; agents take a summary out of its frame."""
-    if node.reply.tool_calls:
+    if said.reply.tool_calls:
         return []
-    text = node.reply.content.strip()
+    text = said.reply.content.strip()
     longest = max((line.strip() for line in text.splitlines()), key=len, default="")
-    found = [text] if node.label == "compaction" and len(text) >= _SUMMARY_CHARS else []
+    found = [text] if said.label == "compaction" and len(text) >= _SUMMARY_CHARS else []
     return [*found, longest] if len(longest) >= _TELLING_CHARS else found
 
 
@@ -186,12 +186,20 @@ def _is_quoted(message: Message, at: int, given: Messages, node: Node) -> bool:
 def settled(calls: Sequence[Call]) -> dict[str, Label]:
     """The label of each call by its id."""
     labels: dict[str, Label] = {call.id: call.label for call in calls}
+    by_id = {call.id: call for call in calls}
     for call in calls:
-        if call.label == "compaction" and call.origin in labels and labels[call.origin] != "subagent":
-            labels[call.origin] = "compaction"
+        origin = by_id.get(call.origin or "") if call.label == "compaction" else None
+        if origin is not None and labels[origin.id] != "subagent" and _holds(call, origin):
+            labels[origin.id] = "compaction"
     for call_id in _early_side_calls(calls, labels):
         labels[call_id] = "side"
     return labels
+
+
+def _holds(call: Call, origin: Call) -> bool:
+    """Whether its messages hold what ``origin`` said: else it is a summary of that, and not its outcome."""
+    probes = _probes(origin)
+    return any(probe in message.content for message in call.messages for probe in probes)
 
 
 def _early_side_calls(calls: Iterable[Call], labels: Mapping[str, Label]) -> list[str]:

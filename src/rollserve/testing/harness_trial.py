@@ -156,7 +156,7 @@ def editing_engine(script: Script | None = None, *, latency_s: float = 0.0) -> S
 
 
 def breaking(harness: Harness, harnesses: Path, into: Path) -> None:
-    """Of an installation, one whose program goes through ``harness_proxy``: hard links, nothing copied."""
+    """Of an installation, one whose program goes through ``harness_proxy``; hard links where they can be."""
     place = into / harness.folder
     shutil.copytree(harnesses / harness.folder, place, symlinks=True, copy_function=_linked)
     program = place / "bin" / harness.program
@@ -166,7 +166,10 @@ def breaking(harness: Harness, harnesses: Path, into: Path) -> None:
 
 
 def _linked(source: str, target: str) -> None:
-    os.link(source, target, follow_symlinks=False)
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # another file system, or somebody else's files
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 @asynccontextmanager
@@ -201,7 +204,7 @@ async def _judged(client: Client, group: FinishedGroup, harness: str, dialect: D
     calls: list[dict[str, Any]] = made["calls"]
     told = finished.tokens or _NOTHING
     failure = rollout.failure.message if rollout.failure is not None else f"reward {finished.reward}"
-    trial = Trial(
+    return Trial(
         harness=harness,
         dialect=(dialect or next(iter(HARNESSES[harness].wires))).value,
         completed=finished.reward == 1.0,
@@ -215,7 +218,6 @@ async def _judged(client: Client, group: FinishedGroup, harness: str, dialect: D
         lost=told.left_out,
         log=[line for _, line in await client.log(last.id)] if last is not None else [],
     )
-    return trial
 
 
 def branches_of(calls: Sequence[dict[str, Any]]) -> list[str]:
@@ -243,9 +245,9 @@ async def try_all(
 ) -> list[Trial]:
     """One after the other: a harness takes a core."""
     trials: list[Trial] = []
-    with tempfile.TemporaryDirectory(prefix="rollserve-harnesses-", dir=harnesses) as folder:
+    with tempfile.TemporaryDirectory(prefix="rollserve-harnesses-") as folder:
         place = Path(folder)
-        place.chmod(0o711)  # sandboxes run as another user
+        await asyncio.to_thread(place.chmod, 0o711)  # sandboxes run as another user
         if trouble is Trouble.CONNECTION:
             for name in dict(pairs):
                 await asyncio.to_thread(breaking, HARNESSES[name], harnesses, place / "breaking")

@@ -22,8 +22,8 @@ WATCHWORD = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 RESULT = "<tool_response>"
 
 SUMMARY = (
-    "<state_snapshot>\n<summary>\nThe notes were asked for with alpha and beta, then gamma for beta, and a look"
-    " at them; some of it is done.\n</summary>\n</state_snapshot>"
+    "<state_snapshot>\n<summary>\nThe notes were asked for with alpha and beta, then gamma for beta, and a"
+    " look at them; some of it is done.\n</summary>\n</state_snapshot>"
 )
 """In the frame that each harness looks for."""
 
@@ -110,7 +110,7 @@ def _next(prompt: str, left: list[Step]) -> str:
     if any(words in newest for words in _SUMMARISE):
         return SUMMARY
     if not tools:
-        return SUMMARY if "summar" in prompt else "Edit a file"
+        return SUMMARY if "summar" in prompt and "a title" not in prompt else "Edit a file"
     step = left.pop(0) if len(left) > 1 else left[0]
     if step.do is None and WATCHWORD in prompt:
         step = Step(say=step.say, do="run", command=f"echo {WATCHWORD}")

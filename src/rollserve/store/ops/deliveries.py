@@ -105,19 +105,7 @@ def lease_groups(
         raise InvalidInput("must be 1 or more", field="max_groups")
     known = _known_trainer(tx, run_id, trainer, epoch)
     _give_back_expired(tx, now, leases.c.run_id == run_id, leases.c.trainer == trainer)
-    returned = tx.conn.execute(
-        sa.select(deliveries.c.finished_seq, deliveries.c.group_id, groups.c.sampled)
-        .join_from(deliveries, groups, groups.c.id == deliveries.c.group_id)
-        .where(_of(run_id, trainer), deliveries.c.state == Handover.RETURNED.value)
-        .order_by(deliveries.c.finished_seq)
-        .limit(limit)
-    ).all()
-    fresh = tx.conn.execute(
-        sa.select(groups.c.finished_seq, groups.c.id.label("group_id"), groups.c.sampled)
-        .where(groups.c.run_id == run_id, groups.c.finished_seq > known.frontier)
-        .order_by(groups.c.finished_seq)
-        .limit(limit - len(returned))
-    ).all()
+    returned, fresh = _next_places(tx, known, limit)
     if not returned and not fresh:
         return None
     fit = _fitting([*returned, *fresh], max_tokens)
@@ -132,6 +120,24 @@ def lease_groups(
     )
     _write_lease(tx, lease, returned, fresh)
     return lease
+
+
+def _next_places(tx: Tx, known: Any, limit: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Of the trainer's log: places that were given back, then such as it never had."""
+    returned = tx.conn.execute(
+        sa.select(deliveries.c.finished_seq, deliveries.c.group_id, groups.c.sampled)
+        .join_from(deliveries, groups, groups.c.id == deliveries.c.group_id)
+        .where(_of(known.run_id, known.trainer), deliveries.c.state == Handover.RETURNED.value)
+        .order_by(deliveries.c.finished_seq)
+        .limit(limit)
+    ).all()
+    fresh = tx.conn.execute(
+        sa.select(groups.c.finished_seq, groups.c.id.label("group_id"), groups.c.sampled)
+        .where(groups.c.run_id == known.run_id, groups.c.finished_seq > known.frontier)
+        .order_by(groups.c.finished_seq)
+        .limit(limit - len(returned))
+    ).all()
+    return returned, fresh
 
 
 def _fitting(rows: Sequence[Any], max_tokens: int | None) -> int:

@@ -102,7 +102,7 @@ async def test_what_was_fetched_ahead_is_given_back(server: Server, backend_url:
         await add_policy(client, backend_url)
         run = await client.open_run(OpenRun(policy="tiny"))
         submitted = await run.submit([shell_task()] * 6, num_rollouts=1)
-        async with aclosing(run.groups(prefetch=4)) as groups:
+        async with aclosing(run.groups(prefetch=4, ttl_s=5)) as groups:
             await anext(groups)
         seen: list[str] = []
         async with aclosing(run.groups(auto_ack=False, prefetch=2)) as groups, asyncio.timeout(90):

@@ -20,9 +20,10 @@ GROUPS, ROLLOUTS = 25, 4
 
 
 async def drain(client: Client, run_id: str, acked: list[str], count: int) -> None:
-    """Ack groups until ``count`` in all have been."""
+    """Ack groups until ``count`` in all have been. A lease whose answer the kill has cut off comes back
+    when it expires, which is soon."""
     run = await client.run(run_id)
-    async with aclosing(run.groups(trainer="learner", auto_ack=False, prefetch=2)) as groups:
+    async with aclosing(run.groups(trainer="learner", auto_ack=False, prefetch=2, ttl_s=10)) as groups:
         while len(acked) < count:
             group = await anext(groups)
             await group.ack()

@@ -60,9 +60,11 @@ class ShellConsole:
         def line(dialect: Dialect, nonce: bytes, last_code: int) -> bytes:
             return dialect.command(text, nonce=nonce, last_code=last_code, takes_input=takes_input)
 
-        if not self.running:
+        if self._command is None:
             await self._shell.ready()
-        if self.running:
+        if (
+            self._command is not None
+        ):  # also one that is over and has not been looked at: its output is its own
             raise Conflict("a command is running in this console")
         running = self._shell.run(line, timeout_s=timeout_s, output_limit_bytes=0, watch=self._hear)
         self._command = asyncio.get_running_loop().create_task(running)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -127,7 +128,9 @@ async def test_a_whole_update(bench: Bench) -> None:
     await bench.policy(A, B)
     update = await bench.begin(UpdateMode.KEEP)
     assert update.state is UpdateState.READY
-    assert bench.held() == update
+    async with asyncio.timeout(30):  # workers hear of it a moment after the trainer
+        while bench.held() != update:
+            await asyncio.sleep(0.01)
     assert bench.told(A) == bench.told(B) == ["pause keep"]
     bench.fleet.load(0.5, A, B)
     policy = await bench.updates.commit("pol", update.id, 1, "step-1", None)

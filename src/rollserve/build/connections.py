@@ -60,7 +60,7 @@ class Connection(HttpToolsProtocol):
         self._in_message = False
 
     # -- what uvicorn and its parser call
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
         self._owes()
         self._idle.add(self)

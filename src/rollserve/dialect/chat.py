@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from rollserve.dialect import chat_answer, chat_request
 from rollserve.dialect.base import Answered, Asked, StreamWriter, Target
 from rollserve.dialect.openai import OpenAIDialect
-from rollserve.errors import MethodNotAllowed
+from rollserve.errors import MethodNotAllowed, NotFound
 
 _PATH = "/v1/chat/completions"
 _MODELS = "/v1/models"
@@ -52,5 +52,4 @@ class ChatDialect(OpenAIDialect):
         )
 
     def counted(self, asked: Asked, prompt_tokens: int) -> bytes:
-        """No route of this dialect counts."""
-        raise NotImplementedError
+        raise NotFound("chat completions have no route that counts")

@@ -164,7 +164,6 @@ async def measure(arguments: argparse.Namespace, folder: Path, stages: Stages | 
         stages.wrap(rendering.Rendering, "extend", "extend")
         stages.wrap(rendering.Rendering, "parse", "parse")
         stages.wrap(forward, "inexact", "truth")
-        stages.wrap(forward, "pack_ids", "pack")
         stages.wrap(type(payloads.open_segment("run", "x")), "append_call", "append")
     start = time.process_time()
     for index in range(1, arguments.episodes + 1):

@@ -479,6 +479,7 @@ async def measure(targets: dict[str, Target], scale: int) -> None:
     for connections, calls in ((1, 5 * scale), (32, 40 * scale)):
         report("stream of 200 tokens", await calls_of(streams, stream, connections, calls))
     await long_context(targets, scale)
+    await long_contexts(targets)
     await long_session(targets)
     await memory(targets["gateway"], chat, scale)
 
@@ -497,6 +498,38 @@ async def long_context(targets: dict[str, Target], scale: int) -> None:
             "going_on_wall_ms": median([turn["wall_ms"] for turn in turns[2:]]),
             "keep_cpu_ms": round(floor.cpu_ms, 3),
         },
+    )
+
+
+async def long_contexts(targets: dict[str, Target], connections: int = 32, turns: int = 8) -> None:
+    """Sessions of 128 kB at the same time, each going on: CPU of a call, its prefix already in the tree."""
+    gateway = targets["gateway"]
+    secrets = await gateway.secrets(connections)
+    talks = [(await gateway.connect(), secret, request(128_000, 99)["messages"]) for secret in secrets]
+
+    async def go_on(turn: int) -> None:
+        async def one(connection: Connection, secret: str, messages: list[Any]) -> None:
+            body = encoded({"model": "m", "messages": messages, "tools": tools()})
+            answer = await connection.ask(wire(str(gateway.port), body, secret))
+            said = msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])["choices"][0]["message"]
+            messages += [said, {"role": "user", "content": text(500, turn)}]
+
+        await asyncio.gather(*(one(*talk) for talk in talks))
+
+    await go_on(0)
+    spent_ms = []
+    for turn in range(1, turns + 1):
+        before = (await gateway.get("/bench/cpu"))["cpu_s"]
+        await go_on(turn)
+        spent_ms.append(((await gateway.get("/bench/cpu"))["cpu_s"] - before) * 1e3 / connections)
+    for connection, _, _ in talks:
+        connection.transport.close()
+    again = [encoded(request(128_000, seed)) for seed in range(4)]
+    floor = await targets["keep"].load(again, connections, connections * turns)
+    found = {"cpu_ms": median(spent_ms)}
+    report(
+        "128 kB going on, many at once",
+        {"connections": connections, "gateway": found, "keep": {"cpu_ms": round(floor.cpu_ms, 3)}},
     )
 
 

@@ -1,10 +1,9 @@
-"""What a sandbox costs, and whether any is left over: ``.venv/bin/python bench/sandboxes.py``.
+"""What a sandbox costs: ``.venv/bin/python bench/sandboxes.py``.
 
 ``starts`` compares, in one run and in turn, a bare ``bwrap … true`` with a cold sandbox and one made ahead
-(each with everything in place, and its first command answered), and with what else is installed: a tmux
-shell without a sandbox, ``podman run``, SWE-ReX's local runtime. ``live`` holds many at once. ``churn``
-starts and stops them in worker processes while sandboxes and workers are killed at random, and counts what
-is left.
+(each with everything in place, and its first command answered), and with what else is installed: the other
+runtimes, a tmux shell without a sandbox, ``podman run`` and ``docker run``, SWE-ReX's local runtime. ``live``
+holds many at once. What is left of sandboxes that are killed at random: ``bench/sandbox_churn.py``.
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import random
 import resource
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -28,15 +25,16 @@ from rollserve.rollouts.clock import SystemClock
 from rollserve.rollouts.warm import WarmRuntime
 from rollserve.sandbox.base import Runtime, SandboxSpec
 from rollserve.sandbox.bubblewrap import BubblewrapRuntime
-from rollserve.sandbox.processes import all_pids, has_environment
-from rollserve.testing.runtime_probes import processes_with
+from rollserve.sandbox.registry import make_runtime
+from rollserve.testing.image_files import ROOT_PROGRAMS, make_root
 
 Start = Callable[[], Awaitable[float]]
 """Start one, get the answer to its first command, and end it; the seconds until the answer."""
 
 SPEC = SandboxSpec()
+ENGINE_IMAGE = "localhost/rollserve-bench:root"
+ENGINE_OPTIONS = ("--network", "none", "--ulimit", "nofile=1000:1000", "--ulimit", "nproc=1000:1000")
 TTL_S = 3600.0
-MARK = "ROLLSERVE_BENCH_CHURN"
 
 
 def percentiles(times_s: list[float]) -> str:
@@ -82,18 +80,35 @@ async def tmux_shell() -> float:
     return taken
 
 
-async def podman_run() -> float:
-    begun = time.perf_counter()
-    await run("podman", "run", "--rm", "--network", "none", "localhost/base:1", "true")
-    return time.perf_counter() - begun
+def engine_run(engine: str) -> Start:
+    async def start() -> float:
+        begun = time.perf_counter()
+        await run(engine, "run", "--rm", *ENGINE_OPTIONS, ENGINE_IMAGE, "true")
+        return time.perf_counter() - begun
+
+    return start
+
+
+async def engines(root: Path) -> dict[str, Start]:
+    """Those that start containers here; they get the image of the runtimes."""
+    kinds: dict[str, Start] = {}
+    for engine in ("podman", "docker"):
+        start = engine_run(engine)
+        try:
+            archive = f"{root}.tar"
+            await run("tar", "-C", str(root), "-cf", archive, ".")
+            await run(engine, "import", archive, ENGINE_IMAGE)
+            await start()
+        except (OSError, RuntimeError) as error:
+            print(f"left out: {engine}: {error}")
+            continue
+        kinds[f"{engine} run … true"] = start
+    return kinds
 
 
 async def swerex_local() -> float:
-    from swerex.deployment.local import LocalDeployment  # type: ignore[import-not-found]
-    from swerex.runtime.abstract import (  # type: ignore[import-not-found]
-        BashAction,
-        CreateBashSessionRequest,
-    )
+    from swerex.deployment.local import LocalDeployment
+    from swerex.runtime.abstract import BashAction, CreateBashSessionRequest
 
     deployment = LocalDeployment()
     begun = time.perf_counter()
@@ -105,10 +120,10 @@ async def swerex_local() -> float:
     return taken
 
 
-def of_runtime(runtime: Runtime) -> Start:
+def of_runtime(runtime: Runtime, spec: SandboxSpec = SPEC) -> Start:
     async def start() -> float:
         begun = time.perf_counter()
-        box = await runtime.create(SPEC, owner="bench", ttl_s=TTL_S)
+        box = await runtime.create(spec, owner="bench", ttl_s=TTL_S)
         assert (await box.exec("echo ready")).output == "ready\n"
         taken = time.perf_counter() - begun
         await box.close()
@@ -128,8 +143,15 @@ async def measure_starts(folder: Path, rounds: int) -> None:
     }
     await of_runtime(warm)()
     await asyncio.sleep(0.5)
-    others = {"tmux": ("tmux shell, no sandbox", tmux_shell), "podman": ("podman run … true", podman_run)}
-    kinds |= {name: start for tool, (name, start) in others.items() if shutil.which(tool)}
+    if shutil.which("tmux"):
+        kinds["tmux shell, no sandbox"] = tmux_shell
+    root = await asyncio.to_thread(make_root, folder / "root", (*ROOT_PROGRAMS, "true"))
+    kinds |= await engines(root)
+    others = [make_runtime(name, folder) for name in ("podman", "docker", "apptainer")]
+    for other in others:
+        if f"{other.name} run … true" in kinds or (other.name == "apptainer" and other.report().usable):
+            kinds[f"{other.name}, cold"] = of_runtime(other, SandboxSpec(image=str(root)))
+            await kinds[f"{other.name}, cold"]()
     if find_spec("swerex"):
         kinds["SWE-ReX local, no sandbox"] = swerex_local
     times: dict[str, list[float]] = {name: [] for name in kinds}
@@ -150,8 +172,7 @@ async def measure_starts(folder: Path, rounds: int) -> None:
     begun = time.perf_counter()
     await asyncio.gather(*(of_runtime(cold)() for _ in range(4 * rounds)))
     print(f"starts and stops, 4n at once: {4 * rounds / (time.perf_counter() - begun):.0f}/s")
-    await cold.close()
-    await warm.close()
+    await asyncio.gather(cold.close(), warm.close(), *(other.close() for other in others))
 
 
 # -- many at once -----------------------------------------------------------------------------
@@ -182,104 +203,16 @@ async def measure_live(folder: Path, count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-# -- starts and stops under kills -------------------------------------------------------------
-
-
-async def churn_worker(folder: Path, count: int) -> None:
-    """Prints a line a sandbox. Some of its sandboxes are killed from outside, as the kernel would."""
-    runtime = BubblewrapRuntime(data_dir=folder)
-    await runtime.reap()
-    chance = random.Random()
-
-    async def one() -> None:
-        spec = SandboxSpec(env={MARK: "1"}, files={"f": b"x"})
-        box = await runtime.create(spec, owner="churn", ttl_s=TTL_S)
-        if chance.random() < 0.3:
-            await box.exec("(setsid sleep 300.125 &)")
-        if chance.random() < 0.2:
-            box._shell.process.kill()
-        elif chance.random() < 0.2:
-            task = asyncio.create_task(box.exec("sleep 5"))
-            await asyncio.sleep(0.001)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        await box.close()
-        print("done", flush=True)
-
-    await one()
-    descriptors = len(os.listdir("/proc/self/fd"))
-    for _ in range(1, count, 8):
-        await asyncio.gather(*(one() for _ in range(8)))
-    rss_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(
-        f"rss {rss_mb:.0f} MiB, {len(os.listdir('/proc/self/fd')) - descriptors} descriptors more", flush=True
-    )
-    await runtime.close()
-
-
-async def measure_churn(folder: Path, count: int) -> None:
-    """Workers are killed after some seconds, with whatever they are at, until all is done."""
-    mounts = mounts_here()
-    done = kills = 0
-    chance = random.Random(1)
-    begun = time.perf_counter()
-    while done < count:
-        arguments = [__file__, "--churn-worker", str(count - done), "--folder", str(folder)]
-        worker = await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, env={**os.environ}
-        )
-        assert worker.stdout is not None
-        alarm = asyncio.get_running_loop().call_later(2 + 6 * chance.random(), worker.kill)
-        async for line in worker.stdout:
-            if line == b"done\n":
-                done += 1
-            else:
-                print(line.decode().strip())
-        alarm.cancel()
-        kills += await worker.wait() != 0
-    print(f"{done} starts and stops in {time.perf_counter() - begun:.0f} s, {kills} workers killed")
-    await asyncio.sleep(1.0)
-    runtime = BubblewrapRuntime(data_dir=folder)
-    print("left by the last: control groups", await runtime.reap())
-    await runtime.close()
-    for what, left in leftovers(folder).items():
-        print(f"  {what}: {left}")
-    print(f"  mounts: {mounts_here() - mounts}")
-
-
-def mounts_here() -> int:
-    return Path("/proc/self/mounts").read_text().count("\n")
-
-
-def leftovers(folder: Path) -> dict[str, int]:
-    marked = [pid for pid in all_pids() if has_environment(pid, f"{MARK}=1".encode())]
-    groups = list(Path("/sys/fs/cgroup").rglob("bwrap-*"))
-    folders = list((folder / "bubblewrap").glob("*"))
-    return {
-        "processes": len(marked) + len(processes_with("300.125")),
-        "control groups": len(groups),
-        "folders": len(folders),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--live", type=int, default=1000)
-    parser.add_argument("--churn", type=int, default=20_000)
-    parser.add_argument("--churn-worker", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.churn_worker:
-        asyncio.run(churn_worker(arguments.folder, arguments.churn_worker))
-        return
     with tempfile.TemporaryDirectory(prefix="rollserve-bench-") as name:
         os.chmod(name, 0o755)
         asyncio.run(measure_starts(Path(name), arguments.rounds))
         if arguments.live:
             asyncio.run(measure_live(Path(name), arguments.live))
-        if arguments.churn:
-            asyncio.run(measure_churn(Path(name), arguments.churn))
 
 
 if __name__ == "__main__":

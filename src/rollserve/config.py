@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 from difflib import get_close_matches
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, ValidationError
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -20,7 +21,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from rollserve.errors import ConfigError
+from rollserve.errors import ConfigError, nearest
 
 OTHER_VARIABLES = frozenset({"url", "api_key", "config", "venv", "test_harnesses", "test_processes"})
 """``ROLLSERVE_…`` variables that are no settings."""
@@ -66,6 +67,7 @@ class WorkerSettings(_Section):
     run_slots: Slots = 64
     grade_slots: Slots = 16
     runtime: str = "bubblewrap"
+    runtimes: list[str] = []
     allow_unsafe_runtime: bool = False
     allow_unheld_limits: bool = False
     cgroup: Path | None = None
@@ -75,6 +77,15 @@ class WorkerSettings(_Section):
     code_hosts: Slots = 32
     code_memory_mb: Annotated[int | None, Field(ge=64)] = None
     shutdown_grace_s: float = 5.0
+
+
+class GatewaySettings(_Section):
+    """Images in the messages of agents: the size of one, how many a request may hold, and the size of all
+    that a session sends, each counted once."""
+
+    image_mb: Annotated[int, Field(ge=1, le=1024)] = 20
+    request_images: Annotated[int, Field(ge=1, le=10_000)] = 200
+    session_images_mb: Annotated[int, Field(ge=1, le=65_536)] = 256
 
 
 class ImagesSettings(_Section):
@@ -89,24 +100,90 @@ class ImagesSettings(_Section):
     insecure_registries: list[str] = []
 
 
+class NetworkSettings(_Section):
+    """The most that a task's ``network`` may ask for; private networks that are open then, and what is closed
+    besides; of each sandbox, connections at once and megabytes both ways."""
+
+    tasks_may_ask: Literal["none", "hosts", "full"] = "none"
+    reach: list[IPvAnyNetwork] = []
+    deny: list[IPvAnyNetwork] = []
+    connections: Annotated[int, Field(ge=1, le=10_000)] = 64
+    max_mb: Annotated[int, Field(ge=1)] = 4096
+
+
+class ContainersSettings(_Section):
+    """The commands of container engines and of Apptainer, with what comes before a subcommand; how many of
+    each are started at once on this machine; whether images of engines are read-only, so that all that is
+    written is bounded."""
+
+    podman: Annotated[list[str], Field(min_length=1)] = ["podman"]
+    docker: Annotated[list[str], Field(min_length=1)] = ["docker"]
+    apptainer: Annotated[list[str], Field(min_length=1)] = ["apptainer"]
+    starts_at_once: Annotated[int, Field(ge=1, le=1000)] = 4
+    read_only: bool = False
+
+
+class RemoteSettings(_Section):
+    """Machines elsewhere, by SWE-ReX: its configuration of a deployment; whether you vouch that a machine is
+    isolated and has no network; how many are started at once, and how long one start may take."""
+
+    deployment: dict[str, Any] = {}
+    isolated: bool = False
+    starts_at_once: Annotated[int, Field(ge=1, le=1000)] = 8
+    start_s: Annotated[float, Field(gt=0)] = 600.0
+
+
+class KubernetesSettings(_Section):
+    """Pods of a cluster: how to reach it and in which namespace; a file with a pod that ours is laid over,
+    and fields of it; the user that programs run as instead of the image's; whether a network policy is made
+    that lets nothing in or out, and whether you vouch that the cluster enforces it; how many are started at
+    once, and how long one start may take."""
+
+    kubeconfig: Path | None = None
+    context: str = ""
+    namespace: Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$")] = ""
+    pod_template: Path | None = None
+    node_selector: dict[str, str] = {}
+    tolerations: list[dict[str, Any]] = []
+    image_pull_secrets: list[str] = []
+    runtime_class: str = ""
+    run_as_user: Annotated[int | None, Field(ge=1)] = None
+    network_policy: bool = True
+    isolated: bool = False
+    starts_at_once: Annotated[int, Field(ge=1, le=1000)] = 8
+    start_s: Annotated[float, Field(gt=0)] = 600.0
+
+
 class BackendsSettings(_Section):
     """When a worker asks a backend on which nothing moves for its health, and when it gives up a
     generation that says nothing; how long a new one takes to get its whole share; whether backends are
     asked for the logprobs of a few tokens after each change of weights, and how far these may be apart;
     how many calls a worker has on a backend at once: as many as its metrics speak for (``auto``), a number,
-    or any (``off``)."""
+    or any (``off``); how many times slower than its peers one may be (0: any); where the calls of a session
+    go (to where it was, each to the least busy, or in turn)."""
 
     quiet_s: Annotated[float, Field(gt=0)] = 120.0
     silent_s: Annotated[float, Field(gt=0)] = 600.0
     slow_start_s: Annotated[float, Field(ge=0)] = 30.0
     concurrency: Literal["auto", "off"] | Annotated[int, Field(ge=1)] = "auto"
+    outlier_ratio: Annotated[float, Field(ge=0)] = 3.0
+    routing: Literal["sticky", "least_busy", "in_turn"] = "sticky"
     canary: bool = True
     canary_tolerance: Annotated[float, Field(gt=0)] = 0.1
 
 
 class DeliverySettings(_Section):
+    """Callbacks may go to public addresses, and to those in ``callback_networks``. A try waits
+    ``callback_timeout_s`` for its answer; a URL is sent ``callback_in_flight`` messages at once. A message is
+    given up after ``callback_tries``, or when it is ``callback_age_s`` old."""
+
     lease_ttl_s: Annotated[float, Field(gt=0)] = 300.0
     max_wait_s: Annotated[float, Field(gt=0)] = 60.0
+    callback_networks: list[IPvAnyNetwork] = [ip_network("127.0.0.0/8"), ip_network("::1/128")]
+    callback_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    callback_in_flight: Annotated[int, Field(ge=1, le=256)] = 4
+    callback_tries: Annotated[int, Field(ge=1, le=1000)] = 12
+    callback_age_s: Annotated[float, Field(gt=0)] = 86400.0
 
 
 class Settings(BaseSettings):
@@ -130,7 +207,12 @@ class Settings(BaseSettings):
     api: ApiSettings = ApiSettings()
     store: StoreSettings = StoreSettings()
     workers: WorkerSettings = WorkerSettings()
+    gateway: GatewaySettings = GatewaySettings()
     images: ImagesSettings = ImagesSettings()
+    network: NetworkSettings = NetworkSettings()
+    containers: ContainersSettings = ContainersSettings()
+    remote: RemoteSettings = RemoteSettings()
+    kubernetes: KubernetesSettings = KubernetesSettings()
     backends: BackendsSettings = BackendsSettings()
     delivery: DeliverySettings = DeliverySettings()
 
@@ -193,8 +275,7 @@ def load(*, config: Path | None = None, overrides: dict[str, Any] | None = None)
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            near = get_close_matches(where, _names(Settings), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "docs/operations.md lists the settings"
+            hint = nearest(where, _names(Settings), cutoff=0.6) or "docs/operations.md lists the settings"
             raise ConfigError("no such setting", field=where, hint=hint) from error
         raise ConfigError(first["msg"], field=where, hint="see docs/operations.md") from error
     except ValueError as error:

@@ -33,6 +33,7 @@ The failure model in three lines:
     └── EpisodeFailure                   the end of an attempt, by kind
         ├── InfrastructureFailure        sandbox, backend, worker, store: ours; retried
         │   ├── SandboxError
+        │   ├── ProgramMissing           the sandbox lacks what the agent runs; not retried
         │   ├── InexactTokens            and the run says ``on_inexact = "fail"``
         │   └── BackendError
         │       ├── BackendUnavailable   nothing answered: another backend may
@@ -51,6 +52,22 @@ from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+
+SHOWN_NAMES = 50
+
+
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.5) -> str | None:
+    """``did you mean 'x'?`` of the known name nearest to ``name``; None where none is near."""
+    near = get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}?" if near else None
+
+
+def listed(known: Iterable[str]) -> str:
+    """``known: a, b, …``, up to ``SHOWN_NAMES`` of them."""
+    names = sorted(known)
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return f"known: {', '.join(names[:SHOWN_NAMES]) or 'none'}{more}"
 
 
 class FailureKind(StrEnum):
@@ -103,14 +120,23 @@ class InvalidInput(RollserveError):
 
 
 class UnknownName(InvalidInput):
-    """A name that nothing is registered under; the message holds the nearest known one."""
+    """A name that nothing is registered under; the hint is the nearest known one, or else (with
+    ``list_all`` too) which there are."""
 
     code = "unknown_name"
 
-    def __init__(self, what: str, name: str, known: Iterable[str], *, field: str | None = None) -> None:
-        names = sorted(known)
-        near = get_close_matches(name, names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names) or 'none'}"
+    def __init__(
+        self,
+        what: str,
+        name: str,
+        known: Iterable[str],
+        *,
+        field: str | None = None,
+        list_all: bool = False,
+    ) -> None:
+        names = list(known)
+        near = nearest(name, names)
+        hint = " ".join(part for part in (near, listed(names) if list_all or not near else None) if part)
         super().__init__(f"unknown {what} {name!r}", field=field, hint=hint)
 
 
@@ -226,6 +252,12 @@ class InfrastructureFailure(EpisodeFailure):
 
 class SandboxError(InfrastructureFailure):
     code = "sandbox_error"
+
+
+class ProgramMissing(InfrastructureFailure):
+    """Nobody's crash and no luck: another try in the same image would miss it again."""
+
+    code = "program_missing"
 
 
 class InexactTokens(InfrastructureFailure):

@@ -12,17 +12,20 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from rollserve.records.base import NAME_PATTERN, Name, Record
 from rollserve.records.call import Break, Call, Drift, Label, Message, SamplingParams, VersionSpan
 from rollserve.records.control import GroupRule
 from rollserve.records.delivery import Checkpoint, Lease
+from rollserve.records.export import ExportSettings
+from rollserve.records.image import PlacedImage
 from rollserve.records.policy import MAX_VERSION, Backend, BackendSpec, PolicySpec
+from rollserve.records.regrade import Regrade
 from rollserve.records.rollout import Attempt, Group, Rollout
 from rollserve.records.run import Run, RunSpec, SourceStatus
 from rollserve.records.sample import Sample, TokenReport
-from rollserve.records.task import Task
+from rollserve.records.task import GraderSpec, Task
 from rollserve.records.update import UpdateMode
 
 JSON = "application/json"
@@ -69,11 +72,12 @@ class BeginUpdate(Record):
 class CommitUpdate(Record):
     """``label`` is what backends will call these weights; the version's decimal text when left out.
     ``canary`` are the trainer's logprobs of the update's ``canary_ids``, of each but the first, at
-    temperature 1."""
+    temperature 1. ``adapter_path`` is where backends whose model is an adapter load it from."""
 
     version: Annotated[int, Field(ge=0, le=MAX_VERSION)]
     label: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     canary: Annotated[list[Annotated[float, Field(le=1e-3)]], Field(max_length=1024)] | None = None
+    adapter_path: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
 
 
 class RenewUpdate(Record):
@@ -95,7 +99,22 @@ class BackendStatus(Record):
 
 
 class OpenRun(RunSpec):
-    pass
+    """``callback_secret`` (``whsec_`` and 24 to 64 bytes in base64) signs what is sent to ``callback``. It is
+    kept with the run and told nobody."""
+
+    callback_secret: SecretStr | None = None
+
+
+class ResendMessages(Record):
+    """``ids`` None: all dead messages of the run."""
+
+    ids: Annotated[list[str], Field(min_length=1, max_length=500)] | None = None
+
+
+class Resent(Record):
+    """So many messages are sent again."""
+
+    messages: int
 
 
 class BinCount(Record):
@@ -220,6 +239,39 @@ class Rewound(Record):
     checkpoint: Checkpoint | None
 
 
+class BeginRegrade(Record):
+    """Grade the run's stored attempts once more, by ``grader``."""
+
+    grader: GraderSpec
+
+
+class RegradeStatus(Record):
+    """``counts`` are its gradings by state."""
+
+    regrade: Regrade
+    counts: dict[str, int]
+
+
+class RegradeCancelled(Record):
+    """So many gradings will not be made."""
+
+    cancelled: int
+
+
+class ExportGroups(ExportSettings):
+    """Pages of at most ``limit`` groups looked at, fewer where they are large."""
+
+    cursor: Annotated[str | None, Field(max_length=256)] = None
+    limit: Annotated[int, Field(ge=1, le=256)] = 32
+
+
+class TrainerStatus(Record):
+    """``epoch`` grows with each rewind; what asks with an older one is fenced."""
+
+    trainer: str
+    epoch: int
+
+
 class Listing(Record, Generic[T]):
     """A page of anything; ``next`` is the cursor of the one after it."""
 
@@ -234,7 +286,9 @@ class Artifact(Record):
 
 class ServerStatus(Record):
     """The live view's data: counters only grow, ``stages`` are attempts by stage over all workers,
-    ``backends`` the first 1000."""
+    ``backends`` and ``policies`` the first 1000. Of a policy: ``name``, ``version``, ``paused``, how many
+    ``backends`` it has and how many of them are ``active``; both null where they were not all counted.
+    ``callbacks`` are messages of all runs by state, and how many callbacks are ``stopped``."""
 
     version: str
     uptime_s: float
@@ -246,6 +300,8 @@ class ServerStatus(Record):
     running: int
     loop_lag_ms_p99: float
     backends: list[dict[str, Any]]
+    policies: list[dict[str, Any]] = []
+    callbacks: dict[str, int] = {}
 
 
 class Array(msgspec.Struct, frozen=True):
@@ -274,6 +330,8 @@ class WireSample(msgspec.Struct, frozen=True, kw_only=True):
     mixed_versions: bool
     inferred_versions: bool
     call_ids: list[str]
+    images: tuple[PlacedImage, ...] = ()
+    policy: str = ""
 
 
 class DeliveredRollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -297,6 +355,19 @@ class DeliveredGroup(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: list[DeliveredRollout]
 
 
+class ExportedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """``left_out``: why it has no rollouts here."""
+
+    group: dict[str, Any]
+    rollouts: list[DeliveredRollout]
+    left_out: str | None = None
+
+
+class ExportPage(msgspec.Struct, frozen=True, kw_only=True):
+    groups: list[ExportedGroup]
+    next: str | None = None
+
+
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     """``lease`` is ``records.delivery.Lease`` as data; None when nothing finished in time (then
     ``groups`` is empty). ``policy_version`` is the policy's at the time of the answer. ``over``: nothing
@@ -306,6 +377,22 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[DeliveredGroup]
     policy_version: int
     over: tuple[str, str] | None = None
+
+
+class CallbackData(msgspec.Struct, frozen=True, kw_only=True):
+    """``delivery`` with ``group.finished`` alone: one group, leased."""
+
+    run_id: str
+    detail: dict[str, Any] = {}
+    delivery: Delivery | None = None
+
+
+class CallbackBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What is sent to a run's callback, always as JSON. ``timestamp`` (ISO 8601) is when it happened."""
+
+    type: str
+    timestamp: str
+    data: CallbackData
 
 
 class WireCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -331,9 +418,11 @@ class WireCall(msgspec.Struct, frozen=True, kw_only=True):
     origin: str | None
     drift: tuple[Drift, ...]
     policy: str
+    route: str
     started_at: float
     first_token_at: float | None
     finished_at: float
+    images: tuple[PlacedImage, ...] = ()
 
 
 class RecordedCalls(msgspec.Struct, frozen=True, kw_only=True):
@@ -361,6 +450,8 @@ class TrajectoryNode(msgspec.Struct, frozen=True, kw_only=True):
     label: Label
     origin: str | None
     drift: tuple[Drift, ...]
+    policy: str
+    route: str
     seconds: float
 
 
@@ -425,9 +516,11 @@ def to_wire_call(call: Call, form: Form) -> WireCall:
         origin=call.origin,
         drift=call.drift,
         policy=call.policy,
+        route=call.route,
         started_at=call.started_at,
         first_token_at=call.first_token_at,
         finished_at=call.finished_at,
+        images=call.images,
     )
 
 
@@ -446,6 +539,8 @@ def to_node(call: Call) -> TrajectoryNode:
         label=call.label,
         origin=call.origin,
         drift=call.drift,
+        policy=call.policy,
+        route=call.route,
         seconds=max(0.0, call.finished_at - call.started_at),
     )
 
@@ -467,6 +562,8 @@ def to_wire(sample: Sample, form: Form) -> WireSample:
         mixed_versions=sample.mixed_versions,
         inferred_versions=sample.inferred_versions,
         call_ids=list(sample.call_ids),
+        images=sample.images,
+        policy=sample.policy,
     )
 
 
@@ -486,6 +583,8 @@ def from_wire(wire: WireSample) -> Sample:
         mixed_versions=wire.mixed_versions,
         inferred_versions=wire.inferred_versions,
         call_ids=tuple(wire.call_ids),
+        images=wire.images,
+        policy=wire.policy,
         extras={name: _from_array(value) for name, value in wire.extras.items()},
         **arrays,
     )

@@ -12,7 +12,7 @@ from rollserve.usercode.hosts import HostSettings, ZygoteHosts
 AGENTS = '''
 import asyncio, os, sys
 from rollserve.agent.base import AgentResult
-from rollserve.errors import ContextTooLong, InvalidInput, LimitReached
+from rollserve.errors import Conflict, ContextTooLong, InvalidInput, LimitReached, NotFound
 from rollserve.records.call import Message
 
 class Solver:
@@ -33,6 +33,39 @@ class Solver:
                 result = await episode.tools.call(call.name, call.arguments)
                 messages.append(Message(role="tool", content=result.text, tool_call_id=call.id))
         return AgentResult(truncated_by="turns", detail={"seen": len(messages)})
+
+class Forks:
+    """Tries two things from one state of its sandbox, and speaks to a port of one."""
+
+    async def run(self, episode):
+        box = episode.sandbox
+        await box.exec("echo start > state")
+        snapshot = await box.snapshot()
+        left, right = await box.fork(snapshot), await box.fork()
+        await left.write_file("state", b"left")
+        said = [(await one.read_file("state")).decode().strip() for one in (box, left, right)]
+        await right.close()
+        try:
+            await right.exec("true")
+        except NotFound:
+            said.append("closed")
+        try:
+            await box.close()
+        except Conflict:
+            said.append("owned")
+        await left.exec(SERVE)
+        for tcp in (False, True):
+            address = await left.forward(8765, tcp=tcp)
+            host, _, port = address.partition(":")
+            opening = asyncio.open_connection(host, port) if tcp else asyncio.open_unix_connection(address)
+            reader, writer = await opening
+            said.append((await reader.read()).decode())
+            writer.close()
+        return " ".join(said)
+
+SERVE = """perl -e 'use Socket; socket(S, 2, 1, 0); bind(S, sockaddr_in(8765, inet_aton("127.0.0.1")));
+listen(S, 5); open(F, ">up"); close F; while (accept(C, S)) { print C "port"; close C }' >/dev/null 2>&1 &
+until [ -e up ]; do sleep 0.01; done"""
 
 class Looks:
     """Calls a tool and answers with what it attached."""

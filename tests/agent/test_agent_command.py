@@ -18,6 +18,7 @@ from rollserve.errors import (
     InfrastructureFailure,
     InvalidInput,
     LimitReached,
+    ProgramMissing,
     SandboxError,
 )
 from rollserve.records.call import Message
@@ -153,7 +154,7 @@ async def test_folders_of_the_program_come_first_on_its_path_only(stage: Stage, 
 
 
 async def test_a_missing_program_is_no_fault_of_the_agent(stage: Stage) -> None:
-    with pytest.raises(InfrastructureFailure, match="not found in the sandbox: no-such-program"):
+    with pytest.raises(ProgramMissing, match="not found in the sandbox: no-such-program"):
         await stage.play(command="no-such-program", needs=["sh", "no-such-program"])
 
 

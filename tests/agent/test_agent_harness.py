@@ -12,11 +12,11 @@ import pytest
 
 from rollserve.agent.command import VALUES, filled
 from rollserve.agent.harness.base import MOUNT, Dialect, Harness, HarnessOptions, mounts_of, program_of
-from rollserve.agent.harness.install import install
+from rollserve.agent.harness.install import Steps, install
 from rollserve.agent.harness.table import HARNESSES
 from rollserve.agent.registry import built_in
-from rollserve.dialect.clients import NAME_HEADER
-from rollserve.errors import InvalidInput
+from rollserve.dialect.clients import CLIENTS, NAME_HEADER
+from rollserve.errors import ConfigError, InvalidInput
 
 SPOKEN = {name: f"<{name}>" for name in VALUES} | {"context_tokens": "1000", "max_tokens": "10", "model": "m"}
 EACH = pytest.mark.parametrize("harness", HARNESSES.values(), ids=list(HARNESSES))
@@ -64,10 +64,14 @@ def test_it_is_mounted_where_it_is_installed_and_wanted(harness: Harness, tmp_pa
     with pytest.raises(InvalidInput) as caught:
         entry.check({"provide": "mount"})
     assert caught.value.field == "agent.options.provide"
+    assert f"--into {tmp_path} {harness.name}" in str(caught.value.hint)
+    assert entry.programs({}) == (harness.program,)
     place = installed(tmp_path, harness)
     entry.check({"provide": "mount"})
     assert entry.mounts({}) == {MOUNT: str(place)}
+    assert entry.programs({}) == ()
     assert entry.mounts({"provide": "image"}) == {}
+    assert entry.programs({"provide": "image"}) == (harness.program,)
 
 
 def test_without_a_folder_nothing_is_mounted() -> None:
@@ -105,6 +109,11 @@ def test_those_who_don_t_say_who_they_are_are_told_to(name: str) -> None:
         assert re.search(rf'{NAME_HEADER}["=: ]+{name}', told)
 
 
+def test_each_is_known_as_a_client() -> None:
+    """So that it meets the statuses that were measured with it."""
+    assert set(HARNESSES) <= set(CLIENTS)
+
+
 def test_each_dialect_is_spoken_by_some_harness() -> None:
     assert {dialect for row in HARNESSES.values() for dialect in row.wires} == set(Dialect)
 
@@ -116,3 +125,35 @@ def test_what_is_installed_is_not_installed_again(tmp_path: Path) -> None:
     (place / ".installed").write_text(repr(harness.install))
     assert install(harness, tmp_path, said.append) == place
     assert said == ["pi-1.6.0: installed already"]
+
+
+def test_an_installation_ends_in_its_time_with_what_it_started(tmp_path: Path) -> None:
+    script = "sleep 600 & echo $! > child; echo $$ > self; wait"
+    with pytest.raises(ConfigError, match="did not end in the time that was left"):
+        Steps(0.5).run(["sh", "-c", script], tmp_path)
+    for name in ("self", "child"):
+        state = Path("/proc", (tmp_path / name).read_text().strip(), "stat")
+        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_step_that_fails_says_its_last_words(tmp_path: Path) -> None:
+    steps = Steps(60.0)
+    with pytest.raises(ConfigError, match="ended with 3:\nno such package"):
+        steps.run(["sh", "-c", "echo no such package >&2; exit 3"], tmp_path)
+    with pytest.raises(ConfigError, match="no-such-program"):
+        steps.run(["no-such-program"], tmp_path)
+
+
+def test_an_interrupted_copy_of_python_is_made_anew(tmp_path: Path) -> None:
+    python = tmp_path / "prefix" / "bin" / "python3.11"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\n[ $1 != -c ] || echo 3 11 {tmp_path}/prefix {python}\n")
+    python.chmod(0o755)
+    (python.parent / "python3").symlink_to("python3.11")
+    harness = HARNESSES["mini-swe-agent"]
+    begun = tmp_path / "into" / harness.folder / "python" / "bin"
+    begun.mkdir(parents=True)
+    (begun / "python3").symlink_to("python3.11")
+    place = install(harness, tmp_path / "into", lambda _: None, python=str(python))
+    assert (place / ".installed").read_text() == repr(harness.install)
+    assert (begun / "python3").resolve() == begun / "python3.11"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,14 +12,16 @@ import pytest
 
 from rollserve.agent.mcp_servers import MAX_STARTS
 from rollserve.agent.toolbox import BuiltToolbox, ToolCatalog
-from rollserve.errors import InfrastructureFailure, InvalidInput, SandboxError
+from rollserve.errors import InfrastructureFailure, InvalidInput, NotFound, SandboxError
 from rollserve.sandbox.base import Sandbox, SandboxSpec
+from rollserve.sandbox.bubblewrap import BubblewrapRuntime
 from rollserve.sandbox.process import ProcessRuntime
 from rollserve.testing.fakes import some_task
 from rollserve.testing.runtime_probes import processes_with, unique_seconds, wait_until_gone
 from rollserve.usercode.hosts import ZygoteHosts
 
 SERVER = (Path(__file__).parent / "mcp_server.py").read_bytes()
+HTTP_SERVER = (Path(__file__).parent / "mcp_http_server.py").read_bytes()
 COMMAND = ["python3", "server.py"]
 
 
@@ -41,10 +42,10 @@ async def box(tmp_path: Path) -> AsyncIterator[Sandbox]:
 
 @asynccontextmanager
 async def opened(
-    hosts: ZygoteHosts, box: Sandbox | None, *, network: bool = False, command_s: float = 20, **servers: Any
+    hosts: ZygoteHosts, box: Sandbox | None, *, command_s: float = 20, **servers: Any
 ) -> AsyncIterator[BuiltToolbox]:
     task = some_task(tools=["echo"], mcp_servers=servers, limits={"command_s": command_s})
-    catalog = ToolCatalog(hosts, has_network=lambda task: network)
+    catalog = ToolCatalog(hosts)
     await catalog.check(task)
     async with catalog.open(task, box) as tools:
         yield tools
@@ -172,9 +173,14 @@ async def test_a_gone_sandbox_is_no_tool_error(hosts: ZygoteHosts, box: Sandbox)
     ("server", "field", "says"),
     [
         ({}, "mcp_servers.s", "a command or a url"),
-        ({"command": ["x"], "url": "http://a/mcp"}, "mcp_servers.s.url", "not both"),
-        ({"url": "http://a/mcp", "env": {"A": "1"}}, "mcp_servers.s.env", "for a command"),
-        ({"url": "http://a/mcp"}, "mcp_servers.s.url", "this task has no network"),
+        ({"url": "http://localhost/mcp", "env": {"A": "1"}}, "mcp_servers.s.env", "for a command"),
+        *(
+            ({"url": url}, "mcp_servers.s.url", "no http address of the sandbox itself")
+            for url in (
+                *("http://a/mcp", "https://127.0.0.1/mcp", "http://127.0.0.1@a/mcp", "http://10.0.0.1/mcp"),
+                *("http://localhost:99999/mcp", "http://localhost:0/mcp", "http://169.254.169.254/"),
+            )
+        ),
         ({"command": [""]}, "mcp_servers.s.command.0", "is empty"),
     ],
 )
@@ -187,26 +193,41 @@ async def test_bad_servers_are_named_before_anything_starts(
     assert says in str(caught.value)
 
 
-async def test_a_server_behind_a_url(hosts: ZygoteHosts) -> None:
-    import uvicorn
-    from mcp.server import MCPServer
-
-    server = MCPServer("calc")
-
-    @server.tool()
-    def add(a: int, b: int) -> str:
-        return str(a + b)
-
-    sock = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(server.streamable_http_app(), log_level="error", lifespan="on")
-    serving = uvicorn.Server(config)
-    task = asyncio.create_task(serving.serve(sockets=[sock]))
-    while not serving.started:
-        await asyncio.sleep(0.01)
-    url = f"http://127.0.0.1:{sock.getsockname()[1]}/mcp"
+async def test_a_server_on_a_port_of_the_sandbox(hosts: ZygoteHosts, tmp_path: Path) -> None:
+    """Started by its command, and reached without a network; or started by the agent's side."""
+    runtime = BubblewrapRuntime(data_dir=tmp_path / "data")
+    if not runtime.report().usable:
+        pytest.skip("bubblewrap can't be used here")
     try:
-        async with opened(hosts, None, network=True, calc={"url": url}) as tools:
+        spec = SandboxSpec(files={"server.py": HTTP_SERVER})
+        box = await runtime.create(spec, owner="test", ttl_s=100)
+        command = ["python3", "server.py", "8931"]
+        if (await box.exec("command -v python3")).exit_code != 0:
+            pytest.skip("the host has no python3")
+        server: dict[str, Any] = {"url": "http://127.0.0.1:8931/mcp", "command": command}
+        async with opened(hosts, box, calc=server) as tools:
+            assert names(tools) == ["echo", "calc__add"]
             assert (await tools.call("calc__add", '{"a": 2, "b": 3}')).text == "5"
+            alone: dict[str, Any] = {"url": "http://localhost:8931/mcp"}
+            async with opened(hosts, box, calc=alone) as others:
+                assert (await others.call("calc__add", '{"a": 2, "b": 4}')).text == "6"
+            await box.exec("pkill -f server.py; sleep 0.1")
+            await tools.call("calc__add", '{"a": 2, "b": 3}')  # hears of it, unless that was known by then
+            assert (await tools.call("calc__add", '{"a": 2, "b": 5}')).text == "7"
+        with pytest.raises(NotFound):
+            await box.connect(8931)
     finally:
-        serving.should_exit = True
-        await task
+        await runtime.close()
+
+
+async def test_a_server_whose_port_never_answers(hosts: ZygoteHosts, box: Sandbox) -> None:
+    mark = unique_seconds()
+    server: dict[str, Any] = {
+        "url": "http://127.0.0.1:1/mcp",
+        "command": ["sh", "-c", f"echo broken; exec sleep {mark}"],
+        "start_s": 0.5,
+    }
+    with pytest.raises(InfrastructureFailure, match=r"no answer in 0.5 s\nbroken"):
+        async with opened(hosts, box, s=server):
+            raise AssertionError("opened")
+    await wait_until_gone(mark)

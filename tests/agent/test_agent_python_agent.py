@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -19,8 +20,11 @@ from rollserve.errors import (
 )
 from rollserve.records.call import Message
 from rollserve.records.task import AgentSpec
+from rollserve.sandbox.base import Sandbox, SandboxSpec
+from rollserve.sandbox.bubblewrap import BubblewrapRuntime
 from rollserve.sandbox.tools.plain import EchoTool
 from rollserve.testing.fakes import ScriptedModel, Turn, says, some_episode, some_task
+from rollserve.testing.runtime_probes import open_folder
 from rollserve.usercode.hosts import ZygoteHosts
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -61,6 +65,27 @@ async def test_attachments_of_a_tool_reach_it(agent_hosts: ZygoteHosts) -> None:
     async with ToolCatalog(agent_hosts).open(some_task(tools=["my_tools:picture"]), None) as tools:
         result = await entry.make({}).run(some_episode(ScriptedModel(), tools))
     assert result.answer == "image/png UE5H"
+
+
+async def test_it_forks_its_sandbox_and_reaches_a_port(agent_hosts: ZygoteHosts) -> None:
+    entry = await AgentCatalog(agent_hosts).resolve(AgentSpec(name="my_agents:Forks"))
+    with open_folder() as data_dir:
+        runtime = BubblewrapRuntime(data_dir=data_dir)
+        try:
+            if "snapshot" not in runtime.report().can:
+                pytest.skip("bubblewrap takes no snapshots here")
+            box = await runtime.create(SandboxSpec(), owner="test", ttl_s=100)
+            if (await box.exec("command -v perl")).exit_code != 0:
+                pytest.skip("the host has no perl")
+
+            async def fork(snapshot: str) -> Sandbox:
+                return await runtime.create(SandboxSpec(snapshot=snapshot), owner="test", ttl_s=100)
+
+            plain = some_episode(ScriptedModel(), BuiltToolbox({}, {}))
+            result = await entry.make({}).run(replace(plain, sandbox=box, fork=fork))
+            assert result.answer == "start left start closed owned port port"
+        finally:
+            await runtime.close()
 
 
 @pytest.mark.parametrize(

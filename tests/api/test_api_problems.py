@@ -186,6 +186,9 @@ BAD_VALUES: list[tuple[str, str, Any, str, str]] = [
         ("POST", "/v1/policies/pol/version", {"version": 2**31}, "version", "less"),
         ("POST", "/v1/policies", {**POLICY, "renderer": {"name": "qwen33"}}, "renderer.name", "'qwen3'"),
         ("POST", "/v1/runs", {"policy": "pol", "sampling": {"seed": 2**64}}, "sampling.seed", "less"),
+        ("POST", "/v1/runs", {"policy": "pol", "routes": {"j": "poll"}}, "routes.j.policy", "'pol'"),
+        ("POST", "/v1/policies", {**POLICY, "renderer": {"options": {"enable_thinkin": False}}},
+         "renderer.options.enable_thinkin", "'enable_thinking'"),
     ]  # fmt: skip
 
 
@@ -216,6 +219,32 @@ NOT_THERE = [
     ("POST", "/v1/runs/run_none/deliveries", 404, "not_found"),
     ("GET", "/v1/runs/run_none/trainers/t/checkpoints", 404, "not_found"),
 ]
+
+
+NEAR = [
+    ("GET", "/v1/policies/poll", "policy", "did you mean 'pol'?"),
+    ("POST", "/v1/policies/poll/backends", "policy", "did you mean 'pol'?"),
+    ("GET", "/v1/policies/pol/backends/be_none", "backend_id", "known: none"),
+    ("GET", "/v1/runs/first", "run_id", "did you mean '{run_id}', the run named 'first'?"),
+    ("GET", "/v1/runs/{run_id}0", "run_id", "did you mean '{run_id}'?"),
+    ("GET", "/v1/groups/{run_id}", "group_id", "that is the id of a run"),
+    ("POST", "/v1/groups/{run_id}/cancel", "group_id", "that is the id of a run"),
+    ("GET", "/v1/regrades/{run_id}", "regrade_id", "that is the id of a run"),
+    ("GET", "/v1/runs/second/drift", "run_id", "`rollserve status` lists them"),
+    ("GET", "/v1/rollouts?run_id=first", "run_id", "the run named 'first'"),
+    ("GET", "/v1/events?run_id=first", "run_id", "the run named 'first'"),
+    ("GET", "/v1/polices/pol", None, "did you mean '/v1/policies/pol'?"),
+]
+
+
+async def test_what_is_not_there_is_told_with_what_was_meant(api: httpx.AsyncClient, run_id: str) -> None:
+    assert run_id
+    opened = (await api.post("/v1/runs", json={"policy": "pol", "name": "first"})).json()["id"]
+    for method, path, field, hint in NEAR:
+        body = {"url": "http://b"} if method == "POST" else None
+        found = problem(await api.request(method, path.format(run_id=opened), json=body))
+        assert (path, found["status"], found["field"]) == (path, 404, field)
+        assert hint.format(run_id=opened) in found["hint"]
 
 
 async def test_what_is_not_there(api: httpx.AsyncClient) -> None:

@@ -376,3 +376,40 @@ async def test_samples_are_verified(api: httpx.AsyncClient, room: Room) -> None:
     assert (await api.post(where, params={"max_difference": "-1"})).json()["field"] == "max_difference"
     assert (await api.post(where, params={"scores": "1"})).status_code == 400
     assert (await api.post("/v1/rollouts/rol_none/verify")).status_code == 404
+
+
+async def test_runs_of_one_state_the_newest_first(api: httpx.AsyncClient, room: Room) -> None:
+    ids = [(await room.run()).id for _ in range(3)]
+    await room.core.runs.pause(ids[1])
+
+    async def listed(**asked: str | int) -> list[str]:
+        answer = (await api.get("/v1/runs", params=asked)).json()
+        return [run["id"] for run in answer["items"]]
+
+    assert await listed() == ids
+    assert await listed(newest="true") == ids[::-1]
+    assert await listed(newest="true", state="open") == [ids[2], ids[0]]
+    first = (await api.get("/v1/runs", params={"newest": "true", "limit": 2})).json()
+    assert await listed(newest="true", limit=2, cursor=first["next"]) == [ids[0]]
+    assert (await api.get("/v1/runs", params={"state": "ajar"})).status_code == 400
+
+
+async def test_the_status_counts_the_backends_of_each_policy(api: httpx.AsyncClient, room: Room) -> None:
+    for name in ("lonely", "served"):
+        spec = {"name": name, "model": "m", "tokenizer": "tiny"}
+        assert (await api.post("/v1/policies", json=spec)).status_code == 201
+    for n in (1, 2):
+        added = await api.post("/v1/policies/served/backends", json={"url": f"http://b:{n}"})
+        assert added.status_code == 201
+    await api.post(f"/v1/policies/served/backends/{added.json()['id']}/drain")
+    await api.post("/v1/policies/lonely/pause")
+    policies = {each["name"]: each for each in (await api.get("/v1/status")).json()["policies"]}
+    assert policies["lonely"] == {
+        "name": "lonely",
+        "version": 0,
+        "paused": True,
+        "backends": 0,
+        "active": 0,
+    }
+    served = policies["served"]
+    assert (served["paused"], served["backends"], served["active"]) == (False, 2, 1)

@@ -15,6 +15,8 @@ from rollserve.records.policy import BackendKind, BackendSpec
 from rollserve.testing.scripted import ScriptedEngine
 from rollserve.testing.scripted_server import ScriptedApp, serving
 
+from .pool_bench import Bench, closing
+
 
 @pytest.fixture
 def engine() -> ScriptedEngine:
@@ -87,3 +89,9 @@ def closed_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
     return port
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with closing(Bench()) as made:
+        yield made

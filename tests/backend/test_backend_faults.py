@@ -196,6 +196,7 @@ async def test_probe_of_a_closed_port(closed_port: int, connect: Connect, kind: 
     with pytest.raises(InvalidInput, match="no inference server") as caught:
         await connect(f"http://127.0.0.1:{closed_port}", kind).probe()
     assert caught.value.field == "url"
+    assert "Is it up" in str(caught.value.hint)
 
 
 @BOTH
@@ -209,6 +210,24 @@ async def test_probe_of_a_web_page(connect: Connect, kind: BackendKind) -> None:
         with pytest.raises(InvalidInput, match="an HTML page 'Welcome to nginx!'") as caught:
             await connect(url, kind).probe()
     assert caught.value.field == "url"
+
+
+@BOTH
+@pytest.mark.parametrize(("status", "code"), [(404, "not_found"), (401, "unauthenticated")])
+async def test_probe_of_a_rollserve_server(
+    connect: Connect, kind: BackendKind, status: int, code: str
+) -> None:
+    async def problem(scope: object, receive: object, send: Callable[..., object]) -> None:
+        headers = [(b"content-type", b"application/problem+json")]
+        body = b'{"type": "about:blank", "status": %d, "code": "%s"}' % (status, code.encode())
+        await send({"type": "http.response.start", "status": status, "headers": headers})  # type: ignore[misc]
+        await send({"type": "http.response.body", "body": body})  # type: ignore[misc]
+
+    async with served(problem) as url:
+        with pytest.raises(InvalidInput, match="is a rollserve server") as caught:
+            await connect(url, kind).probe()
+    assert caught.value.field == "url"
+    assert "--enable-scale-out" in str(caught.value.hint)
 
 
 @BOTH

@@ -28,22 +28,22 @@ def event(entries: str, total: int, reason: str = "null") -> bytes:
 def test_a_stream_repeats_or_adds(second: str) -> None:
     """Both are told apart by the server's own count."""
     read = GenerateFormat().reader()
-    first = read(event("[-0.5, 7, null], [-0.25, 8, null]", 2))
-    last = read(event(second, 3, '{"type": "stop", "matched": 2}'))
+    (first,) = read([event("[-0.5, 7, null], [-0.25, 8, null]", 2)])
+    (last,) = read([event(second, 3, '{"type": "stop", "matched": 2}')])
     assert (first.token_ids, first.logprobs, first.finish_reason) == ([7, 8], [-0.5, -0.25], None)
     assert (last.token_ids, last.logprobs, last.finish_reason) == ([2], [-1.0], "stop")
 
 
 def test_tokens_that_are_missing_are_an_error() -> None:
     read = GenerateFormat().reader()
-    read(event("[-0.5, 7, null]", 1))
+    read([event("[-0.5, 7, null]", 1)])
     with pytest.raises(BackendError, match="counts 5 sampled tokens, 1 of them before, and has 2"):
-        read(event("[-0.5, 8, null], [-0.5, 9, null]", 5))
+        read([event("[-0.5, 8, null], [-0.5, 9, null]", 5)])
 
 
 def test_an_error_in_a_stream_says_what_it_was() -> None:
     with pytest.raises(BackendError, match="gave up: out of memory"):
-        GenerateFormat().reader()(b'{"error": {"message": "out of memory"}}')
+        GenerateFormat().reader()([b'{"error": {"message": "out of memory"}}'])
 
 
 async def test_what_is_sent(engine: ScriptedEngine, connect: Connect, ask: Ask) -> None:

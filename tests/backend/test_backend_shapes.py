@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import base64
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollserve.backend.assembly import Assembly, Piece, join_spans
 from rollserve.backend.base import GenerateRequest, LabelSpan
-from rollserve.backend.http import Lines, parse_retry_after
+from rollserve.backend.chat import ChatFormat
+from rollserve.backend.http import Lines, parse_retry_after, whole_events
 from rollserve.backend.openai import CompletionsFormat
+from rollserve.backend.route import Format
 from rollserve.backend.vllm import GenerateFormat
 from rollserve.errors import BackendError, BackendUnavailable
 from rollserve.records.call import SamplingParams
@@ -78,16 +82,21 @@ def event(ids: list[int], start: int, finish: str | None, prompt: list[int] | No
 
 
 @pytest.mark.parametrize("absolute", [True, False])
-def test_vllm_stream(absolute: bool) -> None:
-    form, assembly, handed = GenerateFormat(), Assembly(), []
+@pytest.mark.parametrize("together", [1, 2, 3, 4])
+def test_vllm_stream(absolute: bool, together: int) -> None:
+    """However many of its events come at once."""
+    read, assembly, handed = GenerateFormat().reader(), Assembly(), []
     events = [
         event([1, 2], 0, None, prompt=[7]),
         event([3], 2 if absolute else 0, None),
         event([4, 5], 3 if absolute else 0, "length"),
         b'{"request_id":"r","choices":[],"usage":{"prompt_tokens":1}}',
     ]
-    for one in events:
-        assembly.add(form.decode(one), lambda ids, logprobs: handed.extend(ids))
+    for at in range(0, len(events), together):
+        before = len(assembly)
+        for piece in read(events[at : at + together]):
+            assembly.add(piece)
+        assembly.hand_over(lambda ids, logprobs: handed.extend(ids), before)
     made = assembly.finish()
     assert made.token_ids == handed == [1, 2, 3, 4, 5]
     assert made.labels == (LabelSpan(0, 5, "v"),)
@@ -143,9 +152,12 @@ def test_no_versions(versions: object) -> None:
     assert read(body).labels is None
 
 
-def test_an_error_in_the_stream() -> None:
+@pytest.mark.parametrize("format", [GenerateFormat(), CompletionsFormat(), ChatFormat(tokens=True)])
+def test_an_error_in_the_stream(format: Format) -> None:
     with pytest.raises(BackendError, match="gave up: out of memory"):
-        GenerateFormat().decode(b'{"error": {"message": "out of memory", "code": 500}}')
+        format.reader()([b'{"error": {"message": "out of memory", "code": 500}}'])
+    with pytest.raises(BackendError, match=r"the answer is not a .*: <html>"):
+        format.reader()([b"<html>"])
 
 
 def test_more_tokens_than_were_asked_for() -> None:
@@ -215,6 +227,85 @@ def test_lines_however_they_are_cut(size: int) -> None:
     for start in range(0, len(text), size):
         found += lines.feed(text[start : start + size])
     assert found == [b"data: one", b"", b"data: t\xc3\xa4o", b"", b": ping", b"data: [DONE]", b""]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "payloads"),
+    [
+        (b"data: one\n\n", [b"one"]),
+        (b"data: one\n\ndata: two\n\ndata: [DONE] \n\n", [b"one", b"two", b"[DONE]"]),
+        (b"data: one\n\ndata: tw", None),
+        (b"ne\n\ndata: two\n\n", None),
+        (b"data: one\n\n: ping\n\n", None),
+        (b"data: one\ndata: two\n\n", None),
+        (b"event: x\ndata: one\n\n", None),
+        (b"data: one\n\n\n\ndata: two\n\n", None),
+        (b"data: one\r\n\r\n", None),
+        (b"", None),
+    ],
+)
+def test_chunks_of_whole_events_are_cut_at_once(chunk: bytes, payloads: list[bytes] | None) -> None:
+    """And those alone."""
+    assert whole_events(chunk) == payloads
+
+
+class Event(NamedTuple):
+    """Of a stream: ``spans`` as the server counts them, or none."""
+
+    ids: list[int]
+    label: str | None
+    more: dict[str, Any]
+
+
+EVENTS = st.lists(
+    st.builds(
+        Event,
+        st.lists(st.integers(0, 9), max_size=3),
+        st.sampled_from(["a", "b", None]),
+        st.sampled_from(
+            [{}, {}, {}, {"routed_experts": "AAAA"}, {"logprobs": None}, {"finish_reason": "stop"}]
+        ),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def spell(events: list[Event], absolute: bool) -> list[bytes]:
+    found, at = list[bytes](), 0
+    for one in events:
+        start = at if absolute else 0
+        span = {"version": one.label, "start": start, "end": start + len(one.ids)}
+        choice = json.loads(event(one.ids, 0, None))["choices"][0] | {"weight_versions": [span]} | one.more
+        found.append(json.dumps({"choices": [choice]}).encode())
+        at += len(one.ids)
+    return found
+
+
+def outcome(bodies: list[bytes], together: int) -> object:
+    assembly, read = Assembly(), GenerateFormat().reader()
+    try:
+        for at in range(0, len(bodies), together):
+            for piece in read(bodies[at : at + together]):
+                assembly.add(piece)
+        return assembly.aborted()
+    except BackendError as error:
+        return error.message
+
+
+@given(events=EVENTS, absolute=st.booleans(), together=st.integers(2, 12))
+def test_events_that_come_together_are_those_that_come_alone(
+    events: list[Event], absolute: bool, together: int
+) -> None:
+    bodies = spell(events, absolute)
+    one, other = outcome(bodies, 1), outcome(bodies, together)
+    assert one == other or (isinstance(one, str) and isinstance(other, str))
+
+
+def test_an_event_that_can_not_be_read_is_told_by_itself() -> None:
+    read = GenerateFormat().reader()
+    with pytest.raises(BackendError, match="gave up: out of memory"):
+        read([event([1], 0, None), b'{"error": {"message": "out of memory"}}'])
 
 
 def test_join_spans_when_events_repeat_all() -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rollserve.agent.harness.table import HARNESSES
 from rollserve.build.catalogs import Catalogs, make_catalogs, make_hosts
 from rollserve.build.images import image_settings
-from rollserve.config import ImagesSettings, Settings, WorkerSettings
-from rollserve.errors import InvalidInput
+from rollserve.build.network import make_egress
+from rollserve.config import ApiSettings, ImagesSettings, NetworkSettings, Settings, WorkerSettings
+from rollserve.errors import ConfigError, InvalidInput
 from rollserve.records.task import AgentSpec, GraderSpec, Task
+from rollserve.sandbox.base import RuntimeReport
 from rollserve.testing.fakes_worker import FakeRuntime, Hooks, Journal
 
 
@@ -37,6 +41,45 @@ async def test_an_agent_that_acts_inside_needs_a_sandbox(
     with pytest.raises(InvalidInput) as caught:
         await catalogs.check_task(task, "task")
     assert caught.value.field == "task.agent.name"
+
+
+def harness_task(**changes: Any) -> Task:
+    grader = GraderSpec(name="exact", options={"answer": "x"})
+    return Task(instruction="x", tools=[], grader=grader, agent=AgentSpec(name="pi"), **changes)
+
+
+def in_sandboxes(catalogs: Catalogs) -> Catalogs:
+    """Sandboxes that start from images of this machine."""
+    return replace(catalogs, runtimes={"bubblewrap": FakeRuntime(Hooks(), Journal())})
+
+
+async def test_a_harness_that_is_not_installed_is_refused(catalogs: Catalogs, tmp_path: Path) -> None:
+    held, task = in_sandboxes(catalogs), harness_task(runtime="bubblewrap")
+    with pytest.raises(InvalidInput, match="'pi' is not installed") as caught:
+        await held.check_task(task, "task")
+    assert caught.value.field == "task.agent.name"
+    assert f"rollserve.agent.harness.install --into {tmp_path / 'harnesses'} pi" in str(caught.value.hint)
+    program = tmp_path / "harnesses" / HARNESSES["pi"].folder / "bin" / "pi"
+    program.parent.mkdir(parents=True)
+    program.touch()
+    await held.check_task(task, "task")
+
+
+@pytest.mark.parametrize("changes", [{"image": "mine"}, {"prepare": ["true"]}, {"env": {"PATH": "/opt/bin"}}])
+async def test_what_another_image_holds_is_for_the_attempt_to_see(
+    catalogs: Catalogs, changes: dict[str, Any]
+) -> None:
+    await in_sandboxes(catalogs).check_task(harness_task(runtime="bubblewrap", **changes), "task")
+
+
+async def test_what_is_mounted_needs_a_runtime_that_mounts(catalogs: Catalogs, tmp_path: Path) -> None:
+    held = replace(catalogs, runtimes={"process": FakeRuntime(Hooks(), Journal())})
+    program = tmp_path / "harnesses" / HARNESSES["pi"].folder / "bin" / "pi"
+    program.parent.mkdir(parents=True)
+    program.touch()
+    with pytest.raises(InvalidInput, match="mounts nothing") as caught:
+        await held.check_task(harness_task(runtime="process"), "task")
+    assert caught.value.field == "task.runtime"
 
 
 def needing(*limits: str) -> Task:
@@ -65,6 +108,64 @@ async def test_a_bound_that_is_held_is_not(catalogs: Catalogs, tmp_path: Path) -
     await held.check_task(needing("memory_mb", "disk_mb"), "task")
     with pytest.raises(InvalidInput, match="can't hold cpus for"):
         await held.check_task(needing("memory_mb", "cpus"), "task")
+
+
+class Isolating(FakeRuntime):
+    """Keeps its sandboxes to a network."""
+
+    def report(self) -> RuntimeReport:
+        return RuntimeReport(name=self.name, usable=True, isolated=True, can=("listen",))
+
+
+@pytest.mark.parametrize(
+    ("may_ask", "network", "refused"),
+    [
+        ("none", {"allow": ["pypi.org"]}, "no network on this server"),
+        ("none", "full", "no network on this server"),
+        ("hosts", {"allow": ["pypi.org"]}, None),
+        ("hosts", "full", "not all"),
+        ("full", {"allow": ["pypi.org"]}, None),
+        ("full", "full", None),
+        ("none", "none", None),
+    ],
+)
+async def test_a_network_is_what_the_operator_allows(
+    catalogs: Catalogs, may_ask: str, network: object, refused: str | None
+) -> None:
+    held = replace(catalogs, runtimes={"none": Isolating(Hooks(), Journal())}, tasks_may_ask=may_ask)
+    task = Task.model_validate({**needing().model_dump(), "network": network})
+    if refused is None:
+        await held.check_task(task, "task")
+        return
+    with pytest.raises(InvalidInput, match=refused) as caught:
+        await held.check_task(task, "task")
+    assert caught.value.field == "task.network"
+
+
+async def test_a_runtime_that_isolates_nothing_keeps_nobody_to_a_network(catalogs: Catalogs) -> None:
+    held = replace(catalogs, runtimes={"none": FakeRuntime(Hooks(), Journal())}, tasks_may_ask="full")
+    with pytest.raises(InvalidInput, match="can't keep a sandbox to a network"):
+        await held.check_task(Task.model_validate({**needing().model_dump(), "network": "full"}), "task")
+
+
+async def test_a_task_has_no_network_unless_the_operator_says_so(tmp_path: Path) -> None:
+    assert Settings(data_dir=tmp_path).network.tasks_may_ask == "none"
+    assert needing().network == "none"
+
+
+def test_what_is_never_open_can_not_be_opened(tmp_path: Path) -> None:
+    for network in ("127.0.0.0/8", "169.254.0.0/16", "0.0.0.0/0", "8.8.8.0/24", "10.0.0.0/7", "::/0"):
+        with pytest.raises(ConfigError, match="no private network"):
+            make_egress(
+                Settings(data_dir=tmp_path, network=NetworkSettings.model_validate({"reach": [network]}))
+            )
+
+
+def test_the_addresses_of_the_api_are_closed(tmp_path: Path) -> None:
+    network = NetworkSettings.model_validate({"reach": ["10.0.0.0/8"], "deny": ["10.7.0.0/16"]})
+    rules = make_egress(Settings(data_dir=tmp_path, api=ApiSettings(host="10.1.2.3"), network=network)).rules
+    assert rules.fault("10.1.2.4") is None
+    assert rules.fault("10.1.2.3") == rules.fault("10.7.1.1") == "closed by the operator"
 
 
 async def test_only_a_runtime_that_can_prepares(catalogs: Catalogs) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from rollserve.records.task import GraderSpec
+from rollserve.agent.harness.table import HARNESSES
+from rollserve.records.task import AgentSpec, GraderSpec
 from rollserve.testing.scripted import ScriptedEngine
-from tests.integration.conftest import Server, add_policy, shell_task
+from tests.integration.conftest import CODE, Server, add_policy, shell_task
 
 
 async def rollserve(*arguments: str, stdin: str = "", cwd: Path | None = None) -> tuple[int, str, str]:
@@ -100,12 +101,59 @@ async def test_try_shows_one_rollout(server: Server, backend_url: str, runtime: 
     assert "completed: reward 1.0" in out
 
 
+async def test_try_finds_code_by_a_flag_before_the_environment(
+    server: Server, backend_url: str, runtime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with server.client() as client:
+        await add_policy(client, backend_url)
+    task = shell_task(runtime=runtime, agent=AgentSpec(name="my_agents:Crasher")).model_dump_json()
+    asked = ("try", "-", "--policy", "tiny", "--url", server.url)
+    monkeypatch.setenv("ROLLSERVE_CODE_DIR", "/nowhere")
+    code, _, err = await rollserve(*asked, stdin=task)
+    assert code == 1
+    assert "--code-dir DIR, ROLLSERVE_CODE_DIR" in err
+    code, out, err = await rollserve(*asked, "--code-dir", str(CODE), stdin=task)
+    assert code == 1
+    assert "failed (agent): " in out
+    assert (out + err).count("Traceback") == 1
+
+
 async def test_doctor_looks_at_a_backend(backend_url: str, tmp_path: Path) -> None:
     found = await as_json("doctor", "--backend", backend_url, cwd=tmp_path)
     names = {finding["name"]: finding for finding in found["findings"]}
     assert names[f"backend {backend_url}"]["level"] in ("ok", "note")
     assert "scripted" in names[f"backend {backend_url}"]["detail"]
     assert "runtime bubblewrap" in names
+    assert {"extra math", "extra mcp", "extra local", "extra train", "harnesses"} <= names.keys()
+
+
+async def test_doctor_lists_the_harnesses_that_are_there(tmp_path: Path) -> None:
+    program = tmp_path / ".rollserve" / "harnesses" / HARNESSES["pi"].folder / "bin" / "pi"
+    program.parent.mkdir(parents=True)
+    program.touch()
+    found = await as_json("doctor", cwd=tmp_path)
+    [said] = [finding for finding in found["findings"] if finding["name"] == "harnesses"]
+    assert said["level"] == "ok"
+    assert f"in {tmp_path / '.rollserve' / 'harnesses'}: pi" in said["detail"]
+    assert "codex" in said["detail"].partition("not installed:")[2]
+    assert "rollserve.agent.harness.install --into" in said["remedy"]
+
+
+async def test_doctor_says_that_a_rollserve_server_is_no_backend(server: Server, tmp_path: Path) -> None:
+    code, out, _ = await rollserve("doctor", "--backend", server.url, "--json", cwd=tmp_path)
+    [said] = [each for each in json.loads(out)["findings"] if each["name"].startswith("backend")]
+    assert code == 1
+    assert "is a rollserve server" in said["detail"]
+    assert "--enable-scale-out" in said["remedy"]
+
+
+async def test_try_says_at_once_that_there_is_no_tokenizer(backend_url: str, tmp_path: Path) -> None:
+    task = shell_task().model_dump_json()
+    at = ("--backend", backend_url, "--model", "scripted", "--tokenizer", "./nothing")
+    code, _, err = await rollserve("try", "-", *at, stdin=task, cwd=tmp_path)
+    assert code == 1
+    assert "no such file or directory: ./nothing" in err
+    assert "— init" not in err
 
 
 @pytest.mark.timeout(180)

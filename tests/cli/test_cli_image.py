@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,14 +9,6 @@ import pytest
 from rollserve.sandbox.registry import make_runtime
 from rollserve.testing.image_files import Member, make_image, small_root, tar_of
 from tests.cli.test_cli_commands import as_json, rollserve
-
-
-@pytest.fixture
-def open_dir() -> Iterator[Path]:
-    """A folder that the sandboxes' user can enter, unlike pytest's."""
-    with tempfile.TemporaryDirectory(prefix="rollserve-test-") as name:
-        os.chmod(name, 0o755)
-        yield Path(name)
 
 
 async def test_add_list_and_prune(open_dir: Path) -> None:

@@ -8,17 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rollserve.api.app import make_app
-from rollserve.api.auth import Auth
-from rollserve.build.http import HttpServer, bind, url_of
 from rollserve.client import Client, RemoteError, SyncClient, SyncRun
-from rollserve.config import ApiSettings
 from rollserve.errors import FailureKind
 from rollserve.records.control import GroupRule, StalenessRule, TaskSource
 from rollserve.records.policy import BackendState
 from rollserve.testing.fakes_server import FakeExecutor, FakePayloads, completes, ended, failed
 from rollserve.testing.server_room import Room, a_room, a_task
-from rollserve.wire import CreatePolicy, OpenRun, RegisterBackend
+from rollserve.wire import OpenRun, RegisterBackend
 
 
 @pytest.fixture
@@ -26,17 +22,6 @@ async def room(tmp_path: Path) -> AsyncIterator[Room]:
     payloads = FakePayloads()
     async with a_room(tmp_path, FakeExecutor(), payloads=payloads) as room:
         yield room
-
-
-@pytest.fixture
-async def client(room: Room) -> AsyncIterator[Client]:
-    sock = bind("127.0.0.1", 0)
-    server = HttpServer(make_app(room.core, ApiSettings(), Auth(room.store, required=False)), sock)
-    await server.start()
-    async with Client(url_of(sock)) as client:
-        await client.create_policy(CreatePolicy(name="pol", model="m", tokenizer="tiny"))
-        yield client
-    await server.stop()
 
 
 async def test_the_reason_for_each_missing_rollout(client: Client, room: Room) -> None:

@@ -11,11 +11,12 @@ import pytest
 from rollserve.api.app import make_app
 from rollserve.api.auth import Auth
 from rollserve.build.http import HttpServer, bind, url_of
-from rollserve.client import Client, runs
+from rollserve.cli.processes import free_port
+from rollserve.client import Client, Unreachable, listing
 from rollserve.config import ApiSettings
 from rollserve.errors import FailureKind, Unauthenticated
 from rollserve.records.rollout import RolloutState
-from rollserve.records.run import RetrySettings
+from rollserve.records.run import RetrySettings, RunState
 from rollserve.store.base import AttemptPayload
 from rollserve.testing.fakes_server import FakeExecutor, FakePayloads, ended, failed, fails
 from rollserve.testing.server_room import Room, a_room
@@ -32,7 +33,7 @@ async def room(tmp_path: Path) -> AsyncIterator[Room]:
 
 @pytest.fixture
 async def client(room: Room, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
-    monkeypatch.setattr(runs, "PAGE", 2)
+    monkeypatch.setattr(listing, "PAGE", 2)
     sock = bind("127.0.0.1", 0)
     server = HttpServer(make_app(room.core, ApiSettings(), Auth(room.store, required=False)), sock)
     await server.start()
@@ -93,3 +94,26 @@ async def test_refused_events_are_an_error_and_no_empty_stream(room: Room) -> No
         with pytest.raises(Unauthenticated):
             await anext(events)
     await server.stop()
+
+
+async def test_runs_and_policies_come_in_pages(client: Client, room: Room) -> None:
+    for name in ("b", "a"):
+        await client.create_policy(CreatePolicy(name=name, model="m", tokenizer="tiny"))
+    first = await client.policies(limit=1)
+    second = await client.policies(limit=1, cursor=first.next)
+    assert [each.spec.name for each in (*first.items, *second.items)] == ["a", "b"]
+    opened = [await client.open_run(OpenRun(policy="a")) for _ in range(3)]
+    assert (await opened[0].pause()).state is RunState.PAUSED
+    assert (await opened[0].resume()).state is RunState.OPEN
+    closed = await opened[1].close()
+    assert (closed.run.state, closed.ended, closed.stopping) == (RunState.CLOSED, 0, 0)
+    newest = await client.runs(newest=True, state=RunState.OPEN, limit=1)
+    older = await client.runs(newest=True, state=RunState.OPEN, limit=1, cursor=newest.next)
+    assert [run.id for run in (*newest.items, *older.items)] == [opened[2].id, opened[0].id]
+    assert older.next is None
+
+
+async def test_nobody_at_the_address_is_told_from_a_busy_server() -> None:
+    async with Client(f"http://127.0.0.1:{free_port()}", patience_s=0) as client:
+        with pytest.raises(Unreachable, match="no answer from"):
+            await client.status()

@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollserve.api.app import make_app
-from rollserve.api.auth import Auth
-from rollserve.build.http import HttpServer, bind, url_of
 from rollserve.client import Client, SyncClient
-from rollserve.config import ApiSettings
 from rollserve.errors import Conflict, InvalidInput, LeaseLost, NotFound, VersionRegression
 from rollserve.records.update import UpdateMode, UpdateState
 from rollserve.testing.fakes_server import FakeControls, FakeExecutor
@@ -32,15 +28,9 @@ async def room(tmp_path: Path, controls: FakeControls) -> AsyncIterator[Room]:
 
 
 @pytest.fixture
-async def client(room: Room) -> AsyncIterator[Client]:
-    sock = bind("127.0.0.1", 0)
-    server = HttpServer(make_app(room.core, ApiSettings(), Auth(room.store, required=False)), sock)
-    await server.start()
-    async with Client(url_of(sock)) as client:
-        await client.create_policy(CreatePolicy(name="pol", model="m", tokenizer="tiny"))
-        await client.register_backend("pol", RegisterBackend(url="http://a"))
-        yield client
-    await server.stop()
+async def client(client: Client) -> Client:
+    await client.register_backend("pol", RegisterBackend(url="http://a"))
+    return client
 
 
 async def test_inside_the_backends_are_paused_and_a_commit_ends_it(

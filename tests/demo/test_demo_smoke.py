@@ -9,9 +9,31 @@ from pathlib import Path
 
 import pytest
 
+from rollserve.demo.left import TASK, TRAINED, next_steps
 from rollserve.demo.record import Follower, Record
 from rollserve.demo.view import line, render, sparkline
+from rollserve.gateway.tokens import load_tokenizer
+from rollserve.localserver.model import load_model
+from rollserve.records.task import Task
 from rollserve.sandbox.registry import make_runtime
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_server_draws_the_tasks_and_the_first_good_version_is_found(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rollserve.demo", "--steps", "2", "--json"]
+    command += ["--dynamic-sampling", "--milestone", "0.1"]
+    if not make_runtime("bubblewrap", tmp_path).report().usable:
+        command += ["--runtime", "process", "--allow-unsafe"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=380, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["dynamic_sampling"] is True
+    assert (report["steps"], report["policy_versions"], report["stuck"]) == (2, 2, 0)
+    assert report["rollouts_delivered"] == 2 * 64
+    assert report["staleness_max"] <= 1
+    assert report["milestone"]["step"] == 1
+    assert 0 < report["milestone"]["busy_s"] <= report["trainer_busy_seconds"]
 
 
 @pytest.mark.slow
@@ -32,7 +54,27 @@ def test_the_demo_trains_a_few_steps_and_leaves_its_report(tmp_path: Path) -> No
     assert 0 <= report["trainer_idle_share"] <= 1
     assert report["policy_versions"] == 3
     assert (tmp_path / "demo-output" / "learning.png").read_bytes().startswith(b"\x89PNG")
+    output = tmp_path / "demo-output"
+    assert load_tokenizer(str(output / TRAINED)).vocab_size > 0
+    assert not _same_weights(output / "model", output / TRAINED)
+    assert Task.model_validate_json((output / TASK).read_text()).instruction.startswith("lookup ")
     assert "[assistant]" in (tmp_path / "demo-output" / "trajectory.txt").read_text()
+
+
+def _same_weights(one: Path, other: Path) -> bool:
+    """Of two folders that the local server can load."""
+    left, right = (load_model(str(each), device="cpu", dtype="float32").state_dict() for each in (one, other))
+    assert left.keys() == right.keys()
+    return all(left[name].equal(right[name]) for name in left)
+
+
+def test_what_to_type_next_is_whole(tmp_path: Path) -> None:
+    commands = [command for _, some in next_steps(tmp_path / "out", allow_unsafe=True) for command in some]
+    [serving] = [each for each in commands if "rollserve.localserver" in each]
+    assert serving.endswith(f"--model {tmp_path / 'out' / TRAINED}")
+    [trying] = [each for each in commands if " try " in each]
+    assert str(tmp_path / "out" / TASK) in trying
+    assert "--allow-unsafe-runtime" in trying
 
 
 def test_an_unsafe_runtime_needs_the_explicit_flag(tmp_path: Path) -> None:

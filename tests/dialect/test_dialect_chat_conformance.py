@@ -12,7 +12,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from rollserve.dialect.base import TokenLogprob
 from rollserve.dialect.chat import ChatDialect
 from rollserve.records.call import ChatRequest, Message, ToolCall
-from rollserve.testing.dialect_conformance import DialectConformance, DialectSubject, Heard, Sent
+from rollserve.records.image import Image
+from rollserve.testing.dialect_cases import address, parts_of
+from rollserve.testing.dialect_conformance import DialectConformance
+from rollserve.testing.dialect_subject import DialectSubject, Heard, Sent
 
 
 class ChatSubject(DialectSubject):
@@ -87,7 +90,8 @@ def _sent(
 
 
 def _put(message: Message) -> dict[str, Any]:
-    put: dict[str, Any] = {"role": message.role, "content": message.content}
+    content = [_part(part) for part in parts_of(message)] if message.images else message.content
+    put: dict[str, Any] = {"role": message.role, "content": content}
     if message.reasoning:
         put["reasoning_content"] = message.reasoning
     if message.tool_call_id is not None:
@@ -98,6 +102,12 @@ def _put(message: Message) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return put
+
+
+def _part(part: str | Image) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "image_url", "image_url": {"url": address(part)}}
 
 
 def _data(stream: bytes) -> list[str]:

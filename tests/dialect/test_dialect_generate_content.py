@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
-import httpx2
 import pytest
 from google import genai
 from google.genai import errors, types
@@ -17,51 +15,24 @@ from rollserve.dialect.generate_content import GenerateContentDialect
 from rollserve.dialect.tool_input import as_arguments, as_object
 from rollserve.errors import ContextTooLong
 from rollserve.records.call import ChatRequest, Message, ToolCall
-from rollserve.testing.dialect_conformance import (
-    CREATED_S,
-    DialectConformance,
-    DialectSubject,
-    Heard,
-    Sent,
-    meaning,
-)
+from rollserve.records.image import Image
+from rollserve.testing.dialect_cases import PICTURES, parts_of
+from rollserve.testing.dialect_conformance import DialectConformance
+from rollserve.testing.dialect_subject import CREATED_S, DialectSubject, Heard, Sent, meaning
+
+from .wire import Wire
 
 HI = ChatRequest(messages=(Message(role="user", content="hi"),))
 
 
-class Wire:
-    """The official client, and a transport under it that keeps the request and answers what it is told."""
-
+class OfficialWire(Wire):
     def __init__(self) -> None:
-        self.request = httpx2.Request("GET", "http://gateway")
-        self._answer = httpx2.Response(400)
-        transport = httpx2.MockTransport(self._serve)
+        super().__init__()
         self.client = genai.Client(
             api_key="k",
             vertexai=False,
-            http_options=types.HttpOptions(
-                base_url="http://gateway", httpx_client=httpx2.Client(transport=transport)
-            ),
+            http_options=types.HttpOptions(base_url="http://gateway", httpx_client=self.http),
         )
-
-    def answers(self, body: bytes, *, status: int = 200, kind: str = "application/json") -> None:
-        self._answer = httpx2.Response(status, content=body, headers={"content-type": kind})
-
-    def streams(self, body: bytes) -> None:
-        self.answers(body, kind="text/event-stream")
-
-    def sent(self) -> Sent:
-        return Sent(
-            path=urlsplit(str(self.request.url)).path,
-            body=self.request.content,
-            method=self.request.method,
-            headers=dict(self.request.headers),
-            query=dict(self.request.url.params),
-        )
-
-    def _serve(self, request: httpx2.Request) -> httpx2.Response:
-        self.request = request
-        return self._answer
 
 
 class Subject(DialectSubject):
@@ -71,7 +42,7 @@ class Subject(DialectSubject):
     known_path = "/v1beta/models/m:generateContent"
 
     def __init__(self) -> None:
-        self.wire = Wire()
+        self.wire = OfficialWire()
 
     def send(self, request: ChatRequest, *, stream: bool = False, n: int = 1, logprobs: bool = False) -> Sent:
         config = _config(request, candidate_count=n, response_logprobs=logprobs or None)
@@ -170,16 +141,35 @@ def _parts(message: Message, names: dict[str, str]) -> list[types.Part]:
         output = {"output": message.content}
         return [
             types.Part(
-                function_response=types.FunctionResponse(id=of, name=names.get(of, "f"), response=output)
+                function_response=types.FunctionResponse(
+                    id=of,
+                    name=names.get(of, "f"),
+                    response=output,
+                    parts=[_result_part(image) for image in message.images] or None,
+                )
             )
         ]
     parts = [types.Part(text=message.reasoning, thought=True)] if message.reasoning else []
-    if message.content:
-        parts.append(types.Part(text=message.content))
+    parts += [_part(part) for part in parts_of(message)]
     for call in message.tool_calls:
         called = types.FunctionCall(id=call.id, name=call.name, args=as_object(call.arguments))
         parts.append(types.Part(function_call=called))
     return parts
+
+
+def _part(part: str | Image) -> types.Part:
+    if isinstance(part, str):
+        return types.Part(text=part)
+    if part.url is not None:
+        return types.Part(file_data=types.FileData(file_uri=part.url))
+    return types.Part.from_bytes(data=PICTURES[part.digest], mime_type=part.media_type)
+
+
+def _result_part(image: Image) -> types.FunctionResponsePart:
+    if image.url is not None:
+        return types.FunctionResponsePart(file_data=types.FunctionResponseFileData(file_uri=image.url))
+    blob = types.FunctionResponseBlob(data=PICTURES[image.digest], mime_type=image.media_type)
+    return types.FunctionResponsePart(inline_data=blob)
 
 
 def _heard(chunks: list[types.GenerateContentResponse]) -> list[Heard]:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import httpx2
 import pytest
 from anthropic import Anthropic, APIError
 from anthropic.types import Message as TheirMessage
@@ -15,49 +14,20 @@ from rollserve.dialect.base import Answered
 from rollserve.dialect.messages import MessagesDialect
 from rollserve.dialect.tool_input import as_arguments, as_object
 from rollserve.records.call import ChatRequest, Message, ToolCall
-from rollserve.testing.dialect_conformance import (
-    CREATED_S,
-    DialectConformance,
-    DialectSubject,
-    Heard,
-    Sent,
-)
+from rollserve.records.image import Image
+from rollserve.testing.dialect_cases import encoded, parts_of
+from rollserve.testing.dialect_conformance import DialectConformance
+from rollserve.testing.dialect_subject import CREATED_S, DialectSubject, Heard, Sent
+
+from .wire import Wire
 
 REASONS = {"end_turn": "stop", "stop_sequence": "stop", "tool_use": "tool_calls", "max_tokens": "length"}
 
 
-class Wire:
-    """The official client, and a transport under it that keeps the request and answers what it is told."""
-
+class OfficialWire(Wire):
     def __init__(self) -> None:
-        self.request = httpx2.Request("GET", "http://gateway")
-        self._answer = httpx2.Response(400)
-        transport = httpx2.MockTransport(self._serve)
-        self.client = Anthropic(
-            api_key="k",
-            base_url="http://gateway",
-            max_retries=0,
-            http_client=httpx2.Client(transport=transport),
-        )
-
-    def answers(self, body: bytes, *, status: int = 200, kind: str = "application/json") -> None:
-        self._answer = httpx2.Response(status, content=body, headers={"content-type": kind})
-
-    def streams(self, body: bytes) -> None:
-        self.answers(body, kind="text/event-stream")
-
-    def sent(self) -> Sent:
-        return Sent(
-            path=self.request.url.path,
-            body=self.request.content,
-            method=self.request.method,
-            headers=dict(self.request.headers),
-            query=dict(self.request.url.params),
-        )
-
-    def _serve(self, request: httpx2.Request) -> httpx2.Response:
-        self.request = request
-        return self._answer
+        super().__init__()
+        self.client = Anthropic(api_key="k", base_url="http://gateway", max_retries=0, http_client=self.http)
 
 
 class Subject(DialectSubject):
@@ -66,7 +36,7 @@ class Subject(DialectSubject):
     known_path = "/v1/messages"
 
     def __init__(self) -> None:
-        self.wire = Wire()
+        self.wire = OfficialWire()
 
     def send(self, request: ChatRequest, *, stream: bool = False, n: int = 1, logprobs: bool = False) -> Sent:
         return self._send(request, [_theirs(m) for m in request.messages if m.role != "system"], stream)
@@ -128,10 +98,10 @@ class Subject(DialectSubject):
 def _theirs(message: Message) -> dict[str, Any]:
     """A message as a client of Anthropic's holds it."""
     if message.role == "tool":
-        result = {"type": "tool_result", "tool_use_id": message.tool_call_id, "content": message.content}
+        result = {"type": "tool_result", "tool_use_id": message.tool_call_id, "content": _shown(message)}
         return {"role": "user", "content": [result]}
     if message.role == "user":
-        return {"role": "user", "content": message.content}
+        return {"role": "user", "content": _shown(message)}
     blocks: list[dict[str, Any]] = []
     if message.reasoning:
         blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": "foreign"})
@@ -141,6 +111,19 @@ def _theirs(message: Message) -> dict[str, Any]:
         given = as_object(call.arguments)
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
     return {"role": "assistant", "content": blocks}
+
+
+def _shown(message: Message) -> Any:
+    return [_block(part) for part in parts_of(message)] if message.images else message.content
+
+
+def _block(part: str | Image) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if part.url is not None:
+        return {"type": "image", "source": {"type": "url", "url": part.url}}
+    source = {"type": "base64", "media_type": part.media_type, "data": encoded(part)}
+    return {"type": "image", "source": source}
 
 
 def _heard(message: TheirMessage) -> Heard:

@@ -6,14 +6,7 @@ from typing import Any
 import pytest
 
 from rollserve.dialect import openai
-from rollserve.errors import (
-    ContextTooLong,
-    InvalidInput,
-    QueueFull,
-    RollserveError,
-    SessionClosed,
-    Unauthenticated,
-)
+from rollserve.errors import ContextTooLong, InvalidInput, SessionClosed
 
 TURN = {"request_kind": "turn", "thread": "t"}
 
@@ -78,20 +71,6 @@ def test_a_context_that_is_too_long_is_said_in_words_that_clients_know() -> None
     assert document["type"] == "invalid_request_error"
     for words in ("exceeds the context window", "This model's maximum context length is", "is 10 tokens"):
         assert words in document["message"]
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "kind", "code"),
-    [
-        (SessionClosed("over"), 400, "invalid_request_error", "session_closed"),
-        (Unauthenticated("who"), 401, "authentication_error", "unauthenticated"),
-        (QueueFull("later"), 429, "rate_limit_error", "queue_full"),
-        (RollserveError("oh"), 500, "server_error", "internal"),
-    ],
-)
-def test_errors(error: RollserveError, status: int, kind: str, code: str) -> None:
-    expected = {"message": error.message, "type": kind, "param": None, "code": code}
-    assert openai.error_document(error, status) == expected
 
 
 def test_a_schema_that_no_record_holds_is_refused() -> None:

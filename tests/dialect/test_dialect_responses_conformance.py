@@ -14,7 +14,10 @@ from pydantic import TypeAdapter
 from rollserve.dialect.base import TokenLogprob
 from rollserve.dialect.responses import ResponsesDialect
 from rollserve.records.call import ChatRequest, Message, ToolCall
-from rollserve.testing.dialect_conformance import DialectConformance, DialectSubject, Heard, Sent
+from rollserve.records.image import Image
+from rollserve.testing.dialect_cases import address, parts_of
+from rollserve.testing.dialect_conformance import DialectConformance
+from rollserve.testing.dialect_subject import DialectSubject, Heard, Sent
 
 EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 
@@ -89,9 +92,10 @@ def _sent(items: list[Any], request: ChatRequest, stream: bool = False, logprobs
 def _put(message: Message) -> list[dict[str, Any]]:
     if message.role == "tool":
         kind = "function_call_output"
-        return [{"type": kind, "call_id": message.tool_call_id, "output": message.content}]
+        output = [_part(part) for part in parts_of(message)] if message.images else message.content
+        return [{"type": kind, "call_id": message.tool_call_id, "output": output}]
     if message.role != "assistant":
-        return [{"role": message.role, "content": [{"type": "input_text", "text": message.content}]}]
+        return [{"role": message.role, "content": [_part(part) for part in parts_of(message)]}]
     items: list[dict[str, Any]] = []
     if message.reasoning:
         items.append({"type": "reasoning", "summary": [{"type": "summary_text", "text": message.reasoning}]})
@@ -102,6 +106,12 @@ def _put(message: Message) -> list[dict[str, Any]]:
         named = {"name": call.name, "arguments": call.arguments}
         items.append({"type": "function_call", "call_id": call.id, **named})
     return items
+
+
+def _part(part: str | Image) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "input_text", "text": part}
+    return {"type": "input_image", "image_url": address(part), "detail": "auto"}
 
 
 def _documents(stream: bytes) -> list[Any]:

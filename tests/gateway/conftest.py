@@ -19,7 +19,7 @@ from rollserve.gateway.rendering import Rendering
 from rollserve.gateway.service import GatewayService
 from rollserve.gateway.sessions import GatewaySession
 from rollserve.gateway.tokens import TextTokenizer, load_tokenizer
-from rollserve.records.call import Call
+from rollserve.records.call import Call, unpack_ids
 from rollserve.records.policy import (
     Backend,
     BackendInfo,
@@ -32,6 +32,7 @@ from rollserve.records.policy import (
 from rollserve.records.run import RunSpec
 from rollserve.records.task import Limits
 from rollserve.records.update import WeightUpdate
+from rollserve.store.base import EndState
 
 SHELL = {
     "type": "function",
@@ -64,6 +65,7 @@ def _begun(generation: Generation, tokens: int) -> Generation:
 @dataclass
 class MemorySegment:
     calls: list[Call] = field(default_factory=list)
+    artifacts: list[tuple[str, bytes]] = field(default_factory=list)
     broken: OSError | None = None
 
     def append_call(self, call: Call) -> None:
@@ -75,10 +77,13 @@ class MemorySegment:
         raise AssertionError(line)
 
     def append_artifact(self, path: str, data: bytes) -> None:
-        raise AssertionError(path)
+        self.artifacts.append((path, data))
 
     def append_call_rewards(self, rewards: dict[str, float]) -> None:
         raise AssertionError(rewards)
+
+    def append_end(self, end: EndState) -> None:
+        raise AssertionError(end)
 
     async def seal(self) -> Any:
         raise AssertionError
@@ -187,7 +192,7 @@ class ScriptedPool:
 class World:
     """A gateway that knows the policy ``p`` and one backend."""
 
-    def __init__(self, tokenizer: TextTokenizer, **settings: int) -> None:
+    def __init__(self, tokenizer: TextTokenizer, **settings: Any) -> None:
         self.tokenizer = tokenizer
         self.pool = ScriptedPool()
         self.pool.script = self.says("ok")
@@ -235,15 +240,16 @@ class World:
             )
         )
 
-    def view_of(self, name: str, *, model: str) -> None:
-        """Another policy, of the same pool and tokenizer."""
-        spec = self.spec.model_copy(update={"name": name, "model": model})
+    def view_of(self, name: str, *, model: str, paused: bool = False, **changes: Any) -> None:
+        """Another policy, of the same pool and tokenizer; ``changes`` are of its specification."""
+        self.revision += 1
+        spec = self.spec.model_copy(update={"name": name, "model": model, **changes})
         backend = Backend(id="b2", policy=name, spec=BackendSpec(url="http://b2"), info=self.pool.info)
         backend = backend.model_copy(update={"state": BackendState.ACTIVE})
         self.service.update_policy(
             PolicyView(
-                revision=1,
-                policy_json=Policy(spec=spec).model_dump_json().encode(),
+                revision=self.revision,
+                policy_json=Policy(spec=spec, paused=paused).model_dump_json().encode(),
                 backends_json=[backend.model_dump_json().encode()],
             )
         )
@@ -287,6 +293,16 @@ class World:
                 on_call=changes.get("on_call"),
             )
         )
+
+
+def context(calls: list[Call], leaf: Call) -> list[int]:
+    """Ids root → ``leaf``, its sampled ones left out."""
+    by_id = {call.id: call for call in calls}
+    ids: list[int] = unpack_ids(leaf.prompt_ids).tolist()
+    while leaf.parent is not None:
+        leaf = by_id[leaf.parent]
+        ids = [*unpack_ids(leaf.prompt_ids).tolist(), *unpack_ids(leaf.sampled_ids).tolist(), *ids]
+    return ids
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from rollserve.gateway.apart import LONG_CHARS
 from rollserve.gateway.rendering import Prior, Rendering, Tools
 from rollserve.gateway.tokens import TextTokenizer
 from rollserve.records.call import ChatRequest, Message
+from rollserve.records.ids import Ids
 from rollserve.records.policy import RendererSpec
 
 from .conftest import SHELL, World
@@ -30,9 +31,9 @@ class Watched(Rendering):
         super().__init__(RendererSpec(), tokenizer)
         self.threads: list[int] = []
 
-    def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Tools) -> Ids:
         self.threads.append(threading.get_ident())
-        return super().render(messages, tools)
+        return super().prompt(messages, tools)
 
     def extend(self, prior: Prior, new: Sequence[Message], tools: Tools) -> list[int] | None:
         self.threads.append(threading.get_ident())

@@ -20,20 +20,29 @@ from rollserve.dialect.base import Piece
 from rollserve.errors import BackendUnavailable, InvalidInput, LimitReached
 from rollserve.executor.base import PolicyView
 from rollserve.gateway.base import SessionSpec
-from rollserve.gateway.forward import Answer
 from rollserve.gateway.proof import check_sample
+from rollserve.gateway.recording import Answer
 from rollserve.gateway.samples import build_samples, left_out, token_report
 from rollserve.gateway.service import GatewayService
 from rollserve.gateway.sessions import GatewaySession
 from rollserve.gateway.tokens import TextTokenizer
 from rollserve.records.call import Call, ChatRequest, Message, unpack_ids
-from rollserve.records.policy import Backend, BackendInfo, BackendKind, BackendSpec, Policy, PolicySpec
+from rollserve.records.policy import (
+    Backend,
+    BackendInfo,
+    BackendKind,
+    BackendSpec,
+    Modality,
+    Policy,
+    PolicySpec,
+)
 from rollserve.records.rollout import Rollout
 from rollserve.records.run import RunSpec
 from rollserve.records.sample import Sample
 from rollserve.records.task import Limits
 from rollserve.testing.scripted import Reply, ScriptedEngine, replies
 from rollserve.testing.scripted_chat import ChatApp
+from rollserve.testing.scripted_images import IMAGE_TOKEN
 from rollserve.testing.scripted_server import serving
 from rollserve.wire import Form, from_wire, to_wire
 
@@ -62,7 +71,7 @@ class Heard:
 class Room:
     """A gateway whose policy ``p`` is served by a fake engine that renders, over a real socket."""
 
-    def __init__(self, app: ChatApp, url: str, tokenizer: TextTokenizer) -> None:
+    def __init__(self, app: ChatApp, url: str, tokenizer: TextTokenizer, **settings: Any) -> None:
         self.app = app
         self.tokenizer = tokenizer
         kind = BackendKind.TEXT if app.form == "text" else BackendKind.CHAT
@@ -72,9 +81,18 @@ class Room:
             interface=kind.interface,
             tokenizer=None if kind is BackendKind.TEXT else "tiny",
         )
-        info = BackendInfo(engine="scripted", models=["scripted"], logprobs_mode="processed")
-        backend = Backend(id="b1", policy="p", spec=BackendSpec(url=url, kind=kind), info=info)
-        self.service = GatewayService(lambda policy: BackendPool(model=policy.spec.model, make=make_backend))
+        info = BackendInfo(
+            engine="scripted",
+            models=["scripted"],
+            logprobs_mode="processed",
+            image_token=tokenizer.token_id(IMAGE_TOKEN),
+        )
+        accepts: list[Modality] = ["text", "image"] if app.takes_images else ["text"]
+        server = BackendSpec(url=url, kind=kind, accepts=accepts)
+        backend = Backend(id="b1", policy="p", spec=server, info=info)
+        self.service = GatewayService(
+            lambda policy: BackendPool(model=policy.spec.model, make=make_backend), **settings
+        )
         self.service.update_policy(
             PolicyView(
                 revision=1,

@@ -175,10 +175,13 @@ async def test_an_agent_that_puts_the_stop_text_back(world: World) -> None:
     assert world.segments[0].calls[2].broke is not None
 
 
-async def test_side_calls_go_to_the_side_policy(world: World) -> None:
+SIDE = {"small": {"policy": "side", "side_calls": True}}
+
+
+async def test_side_calls_go_to_the_route_for_them(world: World) -> None:
     """Also what goes on from them; the main line never stands on what another policy said."""
     world.view_of("side", model="small")
-    session = await world.open(run={"side_policy": "side"})
+    session = await world.open(run={"routes": SIDE})
     first = await session.model.chat([USER], tools=[SHELL])
     system = Message(role="system", content="Write a title.")
     title = await session.model.chat([system, USER])
@@ -186,6 +189,7 @@ async def test_side_calls_go_to_the_side_policy(world: World) -> None:
     await session.model.chat([USER, first.message, USER], tools=[SHELL])
     calls = world.segments[0].calls
     assert [call.policy for call in calls] == ["", "side", "side", ""]
+    assert [call.route for call in calls] == ["", "small", "small", ""]
     assert [call.label for call in calls] == ["continuation", "side", "side", "continuation"]
     assert [request.model for request in world.pool.requests] == ["tiny", "small", "small", "tiny"]
     assert [call.parent for call in calls] == [None, None, calls[1].id, calls[0].id]
@@ -195,7 +199,7 @@ async def test_side_calls_go_to_the_side_policy(world: World) -> None:
 
 async def test_a_side_call_on_the_main_lines_history_is_rendered_whole(world: World) -> None:
     world.view_of("side", model="small")
-    session = await world.open(run={"side_policy": "side"})
+    session = await world.open(run={"routes": SIDE})
     first = await session.model.chat([USER], tools=[SHELL])
     asked = ChatRequest(messages=(USER, first.message, USER), tools=(SHELL,), hints={"purpose": "title"})
     await session.call(asked)

@@ -3,48 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from rollserve.backend.base import GenerateRequest, Generation
 from rollserve.errors import BackendError, BackendUnavailable
 from rollserve.gateway.base import Ending
-from rollserve.gateway.http import make_app
-from rollserve.gateway.sending import Waits
 from rollserve.gateway.sessions import GatewaySession
 from rollserve.records.call import unpack_ids
 
 from .conftest import SHELL, World, eventually
+from .serving import http_client, serving
 
 CALL = '<tool_call>\n{"name": "shell", "arguments": {"command": "ls"}}\n</tool_call>'
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 TOOLS: list[Any] = [SHELL]
-WAITS = Waits(hold_s=0.02, keep_alive_s=0.02, grace_s=0.0)
 
 
 @pytest.fixture
 async def served(world: World) -> AsyncIterator[World]:
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    app: Any = make_app(world.service, max_body_bytes=1_000_000, waits=WAITS)
-    config = uvicorn.Config(app, log_level="warning", ws="none")
-    config.load()
-    server = uvicorn.Server(config)
-    server.lifespan = config.lifespan_class(config)
-    await server.startup(sockets=[listener])
-    world.service.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    yield world
-    await server.shutdown(sockets=[listener])
-
-
-def http_client(**settings: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(verify=False, timeout=30, **settings)
+    async with serving(world):
+        yield world
 
 
 def official(session: GatewaySession, base_url: str | None = None) -> openai.AsyncOpenAI:

@@ -259,6 +259,21 @@ def test_a_compaction_by_a_call_of_two_messages_with_a_kept_tail() -> None:
     assert agents.settled() == ["continuation", "compaction", "compaction"]
 
 
+def test_a_compaction_that_keeps_the_beginning() -> None:
+    """OpenHands: the first events stay, and with them the first call; who asked for the summary is known
+    once it is used."""
+    agents = Agents()
+    agents.ask(*BEGUN, said=reply("", "t1"))
+    kept = (*BEGUN, reply("", "t1"), Message(role="tool", content="x", tool_call_id="t1"))
+    agents.ask(*kept, said=reply("", "t2"))
+    agents.ask(system("You summarize."), user("<events>"), said=reply(SUMMARY), tools=False)
+    out = Message(role="tool", content="y", tool_call_id="t2")
+    assert agents.ask(*kept, user(SUMMARY), reply("", "t2"), out) == "compaction"
+    assert agents.calls[-1].origin == "c2"
+    assert agents.ask(*kept, user("Another way.")) == "fork"
+    assert agents.settled() == ["continuation", "continuation", "compaction", "compaction", "fork"]
+
+
 def test_a_summary_as_the_models_own_message() -> None:
     agents = Agents()
     agents.ask(*BEGUN)

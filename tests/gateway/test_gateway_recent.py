@@ -9,7 +9,8 @@ import pytest
 from rollserve.gateway.recent import RecentIds
 from rollserve.gateway.rendering import Rendering
 from rollserve.gateway.tokens import TextTokenizer, load_tokenizer
-from rollserve.records.call import Message
+from rollserve.records.call import Message, pack_ids
+from rollserve.records.ids import Ids
 from rollserve.records.policy import RendererSpec
 
 from .conftest import SHELL
@@ -19,16 +20,18 @@ def test_what_was_not_wanted_for_longest_goes_first() -> None:
     recent = RecentIds(6)
     recent.put("a", [1, 2, 3])
     recent.put("b", [4, 5])
-    assert recent.get("a") == [1, 2, 3]
+    assert known(recent, "a") == [[1, 2, 3]]
     recent.put("c", [6, 7])
-    assert recent.get("b") is None
-    assert (recent.get("a"), recent.get("c")) == ([1, 2, 3], [6, 7])
+    assert known(recent, "abc") == [[1, 2, 3], None, [6, 7]]
     recent.put("a", [9])
     recent.put("d", [1, 2, 3])
-    assert (recent.get("a"), recent.get("c"), recent.get("d")) == ([9], [6, 7], [1, 2, 3])
+    assert known(recent, "acd") == [[9], [6, 7], [1, 2, 3]]
     recent.put("e", [0] * 7)
-    assert recent.get("e") is None
-    assert recent.get("d") == [1, 2, 3]
+    assert known(recent, "ed") == [None, [1, 2, 3]]
+
+
+def known(recent: RecentIds, keys: str) -> list[list[int] | None]:
+    return [None if (found := recent.get(key)) is None else found.list for key in keys]
 
 
 def test_ids_are_the_askers_own() -> None:
@@ -36,10 +39,18 @@ def test_ids_are_the_askers_own() -> None:
     given = [1, 2]
     recent.put("a", given)
     given.append(3)
-    found = recent.get("a")
+    (found,) = known(recent, "a")
     assert found == [1, 2]
     found.append(4)
-    assert recent.get("a") == [1, 2]
+    assert known(recent, "a") == [[1, 2]]
+
+
+def test_ids_that_had_their_text_have_it_again() -> None:
+    recent = RecentIds(6)
+    recent.put("a", Ids([1, 20]))
+    found = recent.get("a")
+    assert found is not None
+    assert (found.text, found.packed, found.list) == (b"1,20", pack_ids([1, 20]), [1, 20])
 
 
 @pytest.fixture

@@ -4,9 +4,8 @@ all ended episodes would pile up until the collector looks through everything.""
 from __future__ import annotations
 
 import asyncio
-import gc
 import weakref
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -23,14 +22,6 @@ from rollserve.records.call import Message
 from .conftest import World, eventually
 
 USER = Message(role="user", content="hi")
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 async def ask(session: GatewaySession, *messages: Message) -> None:

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 
 from rollserve.errors import InvalidInput, UnknownName
 from rollserve.gateway.rendering import Prior, Rendering, check_renderer
-from rollserve.gateway.tokens import TextTokenizer, TokenizerFiles
+from rollserve.gateway.tokenizer_files import TokenizerFiles
+from rollserve.gateway.tokens import TextTokenizer
 from rollserve.records.call import Message, ToolCall
 from rollserve.records.policy import RendererSpec
 
@@ -262,12 +263,16 @@ def test_thinking_of_earlier_turns(
 
 
 def test_unknown_renderers_and_options(tiny: TextTokenizer) -> None:
-    with pytest.raises(UnknownName, match="did you mean 'qwen3'") as named:
+    with pytest.raises(UnknownName, match=r"did you mean 'qwen3'\? known: .*glm-5") as named:
         Rendering(RendererSpec(name="qwen-3"), tiny)
     assert named.value.field == "renderer.name"
     with pytest.raises(InvalidInput) as option:
         check_renderer(RendererSpec(options={"enable_thinkin": True}))
     assert option.value.field == "renderer.options.enable_thinkin"
+    assert "did you mean 'enable_thinking'?" in str(option.value.hint)
+    with pytest.raises(UnknownName, match=r"did you mean 'glm'\? known: .*qwen3") as parser:
+        check_renderer(RendererSpec(name="default", options={"tool_parser": "glm5"}))
+    assert parser.value.field == "renderer.options.tool_parser"
     with pytest.raises(InvalidInput, match="does not fit tokenizer"):
         Rendering(RendererSpec(name="glm-5"), tiny)
     for name in ("auto", "custom"):

@@ -33,6 +33,17 @@ async def ask(url: str, secret: str) -> httpx.Response:
         return await client.post(f"{url}/chat/completions", json=HI, headers=headers)
 
 
+async def test_a_way_whose_sandbox_was_closed_accepts_no_more(world: World) -> None:
+    session = await world.open()
+    sock = socket.create_server(("127.0.0.1", 0))
+    async with session_routes(make_app(world.service))(session, sock):
+        (accepting,) = (task for task in asyncio.all_tasks() if task.get_name() == f"route-{session.id}")
+        await asyncio.sleep(0)
+        sock.shutdown(socket.SHUT_RDWR)  # as closing the sandbox does
+        async with asyncio.timeout(20):
+            await accepting
+
+
 async def test_the_session_is_served_with_and_without_its_prefix(world: World) -> None:
     session = await world.open()
     async with route(world, session) as url:

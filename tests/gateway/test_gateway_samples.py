@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollserve.gateway.samples import build_samples, left_out, token_report
 from rollserve.records.call import Call, Message, SamplingParams, VersionSpan, pack_floats, pack_ids
 from rollserve.records.rollout import Rollout
-from rollserve.records.run import RunSpec
+from rollserve.records.run import RouteSpec, RunSpec
 from rollserve.records.sample import Sample
 
 RUN = RunSpec(policy="p")
@@ -125,15 +125,42 @@ def test_what_comes_before_an_inexact_call_is_trained() -> None:
     assert (exact.loss_mask.sum(), text.loss_mask.sum()) == (1, 0)
 
 
-@pytest.mark.parametrize("changes", [{"label": "side"}, {"policy": "other"}])
-def test_side_calls_are_left_out_and_counted(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"label": "side"}, "label_side"),
+        ({"policy": "other"}, "route_other"),  # before there were routes
+        ({"policy": "other", "route": "judge"}, "route_judge"),
+        ({"route": "judge"}, "route_judge"),
+    ],
+)
+def test_what_the_run_leaves_out_is_counted(changes: dict[str, Any], reason: str) -> None:
     calls = [call("a", None, [1], [2, 3]), call("t", None, [4], [5, 6, 7], **changes)]
     (sample,) = made = samples(calls)
     assert sample.call_ids == ("a",)
     report = token_report(calls, made, RUN)
-    reason = "side_policy" if "policy" in changes else "label_side"
     assert (report.sampled, report.trained, report.left_out) == (5, 2, {reason: 3})
     assert (report.calls, report.sequences, report.tokens) == (2, 1, 3)
+
+
+def test_a_route_that_is_trained_has_samples_of_its_own_policy() -> None:
+    routes = {"pupil": RouteSpec(policy="other", train=True), "self": RouteSpec(policy="p", train=True)}
+    run = RunSpec(policy="p", routes=routes)
+    calls = [
+        call("a", None, [1], [2, 3]),
+        call("b", None, [4], [5, 6, 7], policy="other", route="pupil"),
+        call("c", None, [8], [9], route="self"),
+        call("d", None, [8], [9], policy="other", route="pupil", label="side"),
+    ]
+    made = samples(calls, run=run)
+    assert [(sample.policy, sample.call_ids) for sample in made] == [
+        ("", ("a",)),
+        ("other", ("b",)),
+        ("", ("c",)),
+    ]
+    assert [sample.weight for sample in made] == [0.5, 1.0, 0.5]
+    report = token_report(calls, made, run)
+    assert (report.trained, report.left_out) == (6, {"label_side": 1})
 
 
 def test_the_run_says_which_labels_are_trained() -> None:
@@ -165,11 +192,11 @@ def test_a_title_that_came_first_is_left_out_in_the_end() -> None:
 
 def test_calls_of_earlier_versions_are_continuations() -> None:
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(call("a", None, [1], [2])))
-    assert {"label", "origin", "drift", "policy"}.isdisjoint(fields)
+    assert {"label", "origin", "drift", "policy", "route"}.isdisjoint(fields)
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=Call)
     assert (read.label, read.origin, read.drift, read.policy) == ("continuation", None, (), "")
     old = RunSpec.model_validate_json('{"policy": "p"}')
-    assert (old.rewrites, old.side_policy, "side" in old.train_labels) == ("exact", None, False)
+    assert (old.rewrites, old.routes, "side" in old.train_labels) == ("exact", {}, False)
 
 
 def test_inexact_paths_as_text() -> None:

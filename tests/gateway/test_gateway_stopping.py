@@ -9,11 +9,12 @@ import pytest
 from rollserve.agent.base import Reply
 from rollserve.backend.base import LabelSpan, Routed
 from rollserve.dialect.base import Piece
-from rollserve.gateway.forward import Answer
+from rollserve.gateway.recording import Answer
 from rollserve.gateway.rendering import Rendering
 from rollserve.gateway.stopping import ended, follow
 from rollserve.gateway.streaming import AnswerText, LetOut, first_stop
 from rollserve.records.call import ChatRequest, Message, unpack_floats, unpack_ids
+from rollserve.records.ids import Ids
 
 from .conftest import SHELL, World
 
@@ -118,10 +119,10 @@ def test_labels_and_extras_go_with_the_tokens(world: World, qwen3: Rendering) ->
     made = world.generation("one two three", labels=labels, extras={"experts": b"x" * count})
     routed = Routed(generation=made, backend_id="b1", info=world.pool.info)
     request = ChatRequest(messages=(USER,), stop=("two",))
-    following = follow(qwen3, request, [], None)
+    following = follow(qwen3, request, Ids(), None)
     assert following is not None
     assert following(made.token_ids, made.logprobs)
-    last = ended(qwen3, request, [], routed, following)
+    last = ended(qwen3, request, Ids(), routed, following)
     cut = last.routed.generation
     kept = len(cut.token_ids)
     assert world.tokenizer.decode(cut.token_ids) == "one two"
@@ -142,10 +143,10 @@ def test_a_format_that_tells_its_text_late(world: World, qwen3: Rendering) -> No
     made = world.generation("<think>\ntwo\n</think>\n\none two three")
     routed = Routed(generation=made, backend_id="b1", info=world.pool.info)
     request = ChatRequest(messages=(USER,), stop=("two",))
-    following = follow(late, request, [], None)
+    following = follow(late, request, Ids(), None)
     assert following is not None
     assert not following(made.token_ids, made.logprobs)
-    last = ended(late, request, [], routed, following)
+    last = ended(late, request, Ids(), routed, following)
     kept = last.routed.generation.token_ids
     assert world.tokenizer.decode(kept).endswith("one two")
     assert last.text(late.parse(kept, (), [])).message.content == "one"

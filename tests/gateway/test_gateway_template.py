@@ -9,7 +9,8 @@ import pytest
 
 from rollserve.errors import InvalidInput
 from rollserve.gateway.template_probe import CASES, probe_template
-from rollserve.gateway.tokens import TextTokenizer, TokenizerFiles
+from rollserve.gateway.tokenizer_files import TokenizerFiles
+from rollserve.gateway.tokens import TextTokenizer
 from rollserve.records.policy import RendererSpec, TemplateReport
 
 from .test_gateway_rendering import MARKS, tokenizer_with

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from rollserve.errors import InvalidInput
-from rollserve.gateway.tokens import CLOSE, OPEN, TextTokenizer, TokenizerFiles, is_control, load_tokenizer
+from rollserve.gateway.tokenizer_files import TokenizerFiles
+from rollserve.gateway.tokens import CLOSE, OPEN, TextTokenizer, is_control, load_tokenizer
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>"]
 CONTROL += ["</tool_response>", "<think>", "</think>"]

@@ -12,6 +12,7 @@ from rollserve.gateway.node import Match, Node
 from rollserve.gateway.tree import Rule, Tree
 from rollserve.gateway.turns import Verdict, judge, same_step
 from rollserve.records.call import Break, Message, ToolCall
+from rollserve.records.image import Image
 from rollserve.testing.agent_behaviours import Session
 
 SYSTEM = Message(role="system", content="s")
@@ -259,6 +260,10 @@ def user(text: str) -> Message:
     return Message(role="user", content=text)
 
 
+def seen(text: str, at: int, *digests: str) -> Message:
+    return Message(role="user", content=text, images=tuple(Image(digest=digest, at=at) for digest in digests))
+
+
 def result(text: str, call: str) -> Message:
     return Message(role="tool", content=text, tool_call_id=call)
 
@@ -277,6 +282,14 @@ def result(text: str, call: str) -> Message:
         ((user("a"), turn("t"), user("b")), (user("a"), turn("u"), user("b")), None),
         ((user("  x = 1"),), (user("x = 1"),), ("blanks_trimmed",)),
         ((user("if:\n  x"),), (user("if:\nx"),), None),
+        ((user("a"), seen("b", 0, "i")), (seen("a\nb", 1, "i"),), ("messages_merged",)),
+        ((seen("ab", 1, "i"),), (user("a"), seen("b", 0, "i")), ("messages_split",)),
+        ((seen("a b", 1, "i"),), (seen("a b", 2, "i"),), ("blanks_trimmed",)),
+        ((seen("ab", 1, "i"),), (seen("ab", 2, "i"),), None),
+        ((seen("ab", 1, "i"),), (seen("ab", 1, "j"),), None),
+        ((seen("ab", 1, "i", "j"),), (seen("ab", 1, "j", "i"),), None),
+        ((seen("ab", 1, "i"),), (user("ab"),), None),
+        ((user("ab"),), (seen("ab", 2, "i"),), None),
     ],
 )
 def test_messages_may_be_merged_or_split(

@@ -231,3 +231,15 @@ async def test_new_calls_wait_uncharged_during_an_update(world: World) -> None:
     await call
     assert world.pool.held is None
     assert world.clock.now == 0
+
+
+async def test_the_label_of_a_server_is_not_an_adapters(world: World) -> None:
+    """It is of the server's whole model, and may look like a version."""
+    labels = (LabelSpan(0, 1, "7"),)
+    world.pool.info = world.pool.info.model_copy(update={"adapter_of": "base"})
+    world.pool.script = lambda request: world.generation("a", finish_reason="length", labels=labels)
+    world.view(version=3)
+    session = await world.open()
+    await session.model.chat([Message(role="user", content="hi")])
+    (call,) = world.segments[0].calls
+    assert {(span.version, span.inferred) for span in call.versions} == {(3, True)}

@@ -15,6 +15,7 @@ from rollserve.usercode.hosts import HostSettings, ZygoteHosts
 GRADERS = """
 import os, sys, time
 from rollserve.grader.base import Grade
+from rollserve.records.call import Message
 
 def plain(grading, *, wanted: str = "42", scale: float = 1.0) -> float:
     grading.log(f"grading {grading.answer}")
@@ -36,6 +37,14 @@ def in_sandbox(grading):
 
 async def in_sandbox_async(grading):
     return float((await grading.sandbox.exec("score")).output)
+
+def judged(grading):
+    question = Message(role="user", content=f"is {grading.answer} right?")
+    return float(grading.model.chat([question], model="judge", max_tokens=5).message.content)
+
+async def judged_async(grading):
+    question = Message(role="user", content=f"is {grading.answer} right?")
+    return float((await grading.model.chat([question], model="judge")).message.content)
 
 def crash(grading): raise RuntimeError("no grade")
 def leave(grading): sys.exit(0)

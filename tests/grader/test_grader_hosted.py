@@ -12,7 +12,7 @@ from rollserve.grader.base import Grade, Grader
 from rollserve.grader.registry import GraderCatalog
 from rollserve.records.task import GraderSpec
 from rollserve.sandbox.base import ExecResult
-from rollserve.testing.fakes import FakeSandbox, some_grading
+from rollserve.testing.fakes import FakeSandbox, ScriptedModel, says, some_grading
 from rollserve.usercode.hosts import ZygoteHosts
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -36,6 +36,17 @@ async def test_what_a_function_returns_is_the_grade(grader_hosts: ZygoteHosts) -
     mapping = await (await made(grader_hosts, "mapping")).grade(some_grading())
     assert mapping == Grade(reward=1.0, detail={"image": "host"})
     assert (await (await made(grader_hosts, "truth")).grade(some_grading("42"))).reward == 1.0
+
+
+async def test_a_function_asks_a_model(grader_hosts: ZygoteHosts) -> None:
+    for name in ("judged", "judged_async"):
+        model = ScriptedModel(says("0.25"), GraderFailure("no judge", operation="grade.model"))
+        grader = await made(grader_hosts, name)
+        assert (await grader.grade(some_grading("42", model=model))).reward == 0.25
+        assert model.models == ["judge"]
+        assert [message.content for message in model.asked[0]] == ["is 42 right?"]
+        with pytest.raises(GraderFailure, match="no judge"):
+            await grader.grade(some_grading("42", model=model))
 
 
 async def test_a_function_acts_in_the_grading_sandbox(grader_hosts: ZygoteHosts) -> None:

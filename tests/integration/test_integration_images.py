@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,14 +12,6 @@ from rollserve.testing.image_files import Member, make_image, small_root, tar_of
 from rollserve.tiny_tokenizer import TinyTokenizer
 from rollserve.wire import OpenRun
 from tests.integration.conftest import Server, add_policy, finished, play, shell_task
-
-
-@pytest.fixture
-def open_dir() -> Iterator[Path]:
-    """A folder that the sandboxes' user can enter, unlike pytest's."""
-    with tempfile.TemporaryDirectory(prefix="rollserve-test-") as name:
-        os.chmod(name, 0o755)
-        yield Path(name)
 
 
 @pytest.fixture

@@ -7,16 +7,22 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 
 from rollserve.client import Client
 from rollserve.records.rollout import Attempt, RolloutState
+from rollserve.testing.repository_task import policy
+from rollserve.testing.runtime_probes import processes_with_environment, unique_seconds
 from rollserve.testing.scripted import ScriptedEngine
+from rollserve.testing.scripted_server import serving
 from rollserve.wire import OpenRun
 from tests.integration.conftest import Server, add_policy, alive, descendants, shell_task, until
+from tests.integration.repository import has_git_and_python, repository_task
 
 GROUPS, ROLLOUTS = 25, 4
+MARK = "ROLLSERVE_TEST_REPOSITORY"
 
 
 async def drain(client: Client, run_id: str, acked: list[str], count: int) -> None:
@@ -166,3 +172,43 @@ async def test_a_group_leased_before_the_kill_can_be_acked_after_it(
                 await group.ack()
                 acked.append(group.group.id)
     assert sorted(acked) == sorted(group.id for group in submitted)
+
+
+@pytest.mark.userns
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not has_git_and_python(), reason="this machine has no git, or no Python in /usr/bin")
+async def test_a_worker_killed_amid_16_repository_tasks_leaves_nothing(
+    make_server: Callable[..., Server], runtime: str, open_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if runtime != "bubblewrap":
+        pytest.skip("bubblewrap can't be used here")
+    mark = unique_seconds()
+    folders = open_dir / "t"
+    folders.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folders))  # the sandboxes' user can't enter pytest's folder
+    app = policy("mends", latency_s=0.3)
+    server = make_server(f"images.dir={open_dir}/images", "workers.run_slots=16")
+    await server.start()
+    async with serving(app) as url, server.client() as client:
+        await add_policy(client, url)
+        run = await client.open_run(OpenRun(policy="tiny"))
+        task = repository_task(env={MARK: mark})
+        await run.submit([task] * 4, num_rollouts=4)
+        await until_running(client, 16)
+        worker = (await client.status()).workers[0]["pid"]
+        assert processes_with_environment(f"{MARK}={mark}")
+        below, before = descendants(worker), set(folders.glob("rollserve-bwrap-*"))
+        os.kill(worker, signal.SIGKILL)
+        await until(lambda: not alive(below) and not processes_with_environment(f"{MARK}={mark}"))
+        acked: list[str] = []
+        await drain(client, run.id, acked, 4)
+        rewards = [rollout.reward async for rollout in client.rollouts(run_id=run.id)]
+        assert rewards == [1.0] * 16
+        assert await records_of_lost(client, run.id, "worker_lost")
+        await until(lambda: not processes_with_environment(f"{MARK}={mark}"))
+        assert len(before - set(folders.iterdir())) == 1  # the killed worker's; its heir has removed it
+    server.stop()
+    assert list(folders.iterdir()) == []
+    (user,) = (open_dir / "images").iterdir()
+    assert list((user / "tmp").iterdir()) == []

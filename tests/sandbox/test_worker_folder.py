@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rollserve.sandbox.worker_folder import WorkerFolder, left_over, remove
+from rollserve.sandbox.removal import remove_tree
+from rollserve.sandbox.worker_folder import WorkerFolder, left_over
 
 _KILLED = """
 import os, signal, sys
@@ -33,7 +34,7 @@ def test_a_killed_workers_folder_is_left_over_and_a_living_ones_is_not(tmp_path:
         assert folders[0] not in (living.path, other.path)
         with left_over(tmp_path, prefix="p-") as again:
             assert again == [], "it is locked"
-        remove(folders[0])
+        remove_tree(folders[0])
     assert sorted(tmp_path.iterdir()) == sorted([living.path, other.path])
     living.close()
     living.close()

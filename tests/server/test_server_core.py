@@ -19,7 +19,7 @@ from rollserve.executor.base import BackendReport
 from rollserve.records.policy import BackendSpec, BackendState, PolicySpec
 from rollserve.records.rollout import RolloutState
 from rollserve.records.run import Quota, RunSpec
-from rollserve.rollouts.trajectories import conversation
+from rollserve.rollouts.conversation import conversation
 from rollserve.store.base import AttemptPayload
 from rollserve.testing.fakes_server import FakeExecutor, a_call, completes, ended
 from rollserve.testing.server_room import MakeRoom, Room, a_task

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollserve.errors import InvalidInput
-from rollserve.records.policy import BackendKind, BackendSpec, Interface, PolicySpec
+from rollserve.records.policy import BackendKind, BackendSpec, Interface, Modality, PolicySpec
 from rollserve.rollouts.templates import is_probed
 from rollserve.testing.server_room import Room
 
@@ -31,6 +31,32 @@ async def test_where_there_are_ids_there_is_a_tokenizer(interface: Interface, ro
 async def test_an_engine_that_renders_needs_no_renderer_of_ours(room: Room) -> None:
     spec = TEXT.model_copy(update={"interface": "chat", "tokenizer": "tiny"})
     assert is_probed(await room.core.policies.create(spec))
+
+
+@pytest.mark.parametrize(
+    ("interface", "kind", "accepts", "why"),
+    [
+        ("tokens", BackendKind.VLLM, ["text", "image"], "images can't be sent so"),
+        ("tokens", BackendKind.SGLANG, ["image", "text"], "images can't be sent so"),
+        ("chat", BackendKind.CHAT, ["image"], "text at least"),
+    ],
+)
+async def test_what_can_not_take_images_is_not_said_to(
+    interface: Interface, kind: BackendKind, accepts: list[Modality], why: str, room: Room
+) -> None:
+    await room.core.policies.create(TEXT.model_copy(update={"interface": interface, "tokenizer": "tiny"}))
+    with pytest.raises(InvalidInput, match=why) as refused:
+        await room.core.policies.register("pol", BackendSpec(url="http://b", kind=kind, accepts=accepts))
+    assert refused.value.field == "accepts"
+    assert (await room.core.policies.backends("pol")).items == []
+
+
+async def test_a_backend_that_takes_images_says_so(room: Room) -> None:
+    await room.core.policies.create(TEXT)
+    spec = BackendSpec(url="http://b", kind=BackendKind.TEXT, accepts=["text", "image"])
+    assert (await room.core.policies.register("pol", spec)).spec.accepts == ["text", "image"]
+    (kept,) = (await room.core.policies.backends("pol")).items
+    assert kept.spec.accepts == ["text", "image"]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rollserve.backoff import backoff_s
-from rollserve.errors import FailureKind
+from rollserve.errors import FailureKind, ProgramMissing
 from rollserve.records.rollout import Attempt, Failure, RolloutState
 from rollserve.records.run import RetrySettings, RunSpec
 from rollserve.rollouts.retries import FREE_LOSSES, WORKER_LOST, Past, decide
@@ -26,6 +26,13 @@ def test_a_completed_attempt_completes_even_when_a_cancel_came_too_late() -> Non
     finish = decide(done, RUN, Past(tries=0, interruptions=0, cancelled=True), now=10, jitter=1)
     assert finish.target is RolloutState.COMPLETED
     assert finish.attempt.reward == 1.0
+
+
+def test_a_program_that_is_not_in_the_image_is_not_looked_for_again() -> None:
+    missing = attempt(RolloutState.FAILED, FailureKind.INFRASTRUCTURE, code=ProgramMissing.code)
+    finish = decide(missing, RUN, NEW, now=10, jitter=1)
+    assert finish.target is RolloutState.FAILED
+    assert finish.attempt.reward is None
 
 
 @pytest.mark.parametrize("kind", [FailureKind.INFRASTRUCTURE, FailureKind.GRADER])

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
 import pytest
 
 from rollserve.errors import FailureKind, InvalidInput
 from rollserve.executor.base import StartAttempt
 from rollserve.records.call import Call, VersionSpan
 from rollserve.records.control import GroupRule, StalenessRule
-from rollserve.records.run import Run
+from rollserve.records.policy import PolicySpec
+from rollserve.records.run import RouteSpec, Run
 from rollserve.rollouts.delivery import Delivered, Wanted
 from rollserve.store.base import AttemptPayload
 from rollserve.testing.fakes_server import FakeExecutor, FakePayloads, a_call, ended, failed
@@ -102,6 +104,19 @@ async def test_drop_leaves_out_the_samples_of_old_rollouts(room: Room) -> None:
     assert await tokens(room, run) == {"delivered": 4, "stale": 12}
     lengths = (await room.core.runs.bins(run.id))["stale_length"]
     assert {name: found.count for name, found in lengths.items()} == {"4-7": 1, "8-15": 1}
+
+
+async def test_a_trained_route_is_as_old_as_by_its_own_policy(room: Room) -> None:
+    await room.core.policies.create(PolicySpec(name="other", model="o", tokenizer="tiny"))
+    routes = {"pupil": RouteSpec(policy="other", train=True)}
+    run = await room.run(routes=routes, staleness=StalenessRule(max_staleness=2))
+    pupils = [msgspec.structs.replace(each, policy="other", route="pupil") for each in (OLD, NEW)]
+    await rolled_out(room, run, *pupils)
+    await room.core.policies.set_version("pol", 90, None)
+    await room.core.policies.set_version("other", 6, None)
+    [group] = (await take(room, run)).groups
+    assert [rollout.staleness for rollout in group.rollouts] == [5, 1]
+    assert [[sample.policy for sample in each.samples] for each in group.rollouts] == [[], ["other"]]
 
 
 async def test_mask_trains_only_what_is_fresh(room: Room) -> None:

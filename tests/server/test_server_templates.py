@@ -5,8 +5,19 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import pytest
+
 from rollserve.build.probes import probe_template
-from rollserve.records.policy import BackendSpec, Policy, PolicySpec, RendererSpec, TemplateFinding
+from rollserve.errors import InvalidInput, NotFound
+from rollserve.records.policy import (
+    BackendSpec,
+    Policy,
+    PolicySpec,
+    RendererSpec,
+    TemplateFinding,
+    TemplateReport,
+)
+from rollserve.records.run import RouteSpec, RunSpec
 from rollserve.rollouts.bell import Bell
 from rollserve.rollouts.policies import Policies
 from rollserve.rollouts.templates import Templates, is_probed
@@ -82,6 +93,70 @@ async def test_a_new_backend_asks(room: Room) -> None:
     policies = Policies(ports, Asked(ports, happened=Bell()), changed=Bell(), happened=Bell())
     await policies.register("pol", BackendSpec(url="http://b"))
     assert asked == ["pol"]
+
+
+async def _ill(room: Room) -> None:
+    """A policy whose tokenizer is gone, as its probe found."""
+    await room.store.create_policy((await _policy(room)).model_copy(update={"spec": GONE}))
+    report = TemplateReport(verdict="unknown", detail="no such folder")
+    await room.store.set_policy_template("gone", TemplateFinding(keep=report, strip=report))
+
+
+async def test_what_can_not_be_read_opens_no_run_and_takes_no_groups(room: Room) -> None:
+    run = await room.run()
+    await _ill(room)
+    beside = {"judge": RouteSpec(policy="gone")}
+    for spec in (RunSpec(policy="gone"), RunSpec(policy="pol", routes=beside)):
+        with pytest.raises(InvalidInput, match=r"can't be used: (no such folder|it is gone)") as caught:
+            await room.core.runs.open(spec)
+        assert caught.value.field == ("routes.judge.policy" if spec.routes else "policy")
+    await room.submit(run)
+    report = TemplateReport(verdict="unknown", detail="it has gone")
+    await finding(room, "pol")
+    await room.store.set_policy_template("pol", TemplateFinding(keep=report, strip=report))
+    with pytest.raises(InvalidInput, match="can't be used: it has gone") as refused:
+        await room.submit(run)
+    assert refused.value.field == "run.policy"
+
+
+async def test_what_is_refused_is_looked_at_again(room: Room) -> None:
+    run = await room.run()
+    await finding(room, "pol")
+    report = TemplateReport(verdict="unknown", detail="it was gone")
+    await room.store.set_policy_template("pol", TemplateFinding(keep=report, strip=report))
+    with pytest.raises(InvalidInput):
+        await room.submit(run)
+
+    async def mended() -> bool:
+        return is_probed(await room.core.policies.get("pol"))
+
+    await room.until(mended)
+    await room.submit(run)
+
+
+async def test_a_backend_is_not_registered_for_a_policy_that_can_not_be_read(room: Room) -> None:
+    await _ill(room)
+    asked: list[str] = []
+
+    async def check(name: str) -> None:
+        asked.append(name)
+        raise InvalidInput(f"no such folder: {name}", field="tokenizer")
+
+    ports = replace(room.core._ports, check_tokenizer=check)
+    policies = Policies(ports, Templates(ports, happened=Bell()), changed=Bell(), happened=Bell())
+    with pytest.raises(InvalidInput, match="no such folder: gone") as caught:
+        await policies.register("gone", BackendSpec(url="http://b"))
+    assert caught.value.field == "policy.tokenizer"
+    await policies.register("other", BackendSpec(url="http://b"))
+    assert asked == ["gone"]
+
+
+async def test_a_tokenizer_that_can_not_be_loaded_makes_no_policy(room: Room) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        await room.core.policies.create(POLICY.model_copy(update={"tokenizer": "/no/such"}))
+    assert caught.value.field == "tokenizer"
+    with pytest.raises(NotFound):
+        await room.core.policies.get("pol")
 
 
 async def test_the_real_probe_runs_in_a_process_of_its_own() -> None:

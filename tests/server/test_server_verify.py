@@ -13,6 +13,7 @@ from rollserve.backend.base import Backend
 from rollserve.errors import NotFound
 from rollserve.gateway.tokens import load_tokenizer
 from rollserve.records.call import Call, Message, SamplingParams, VersionSpan, pack_floats, pack_ids
+from rollserve.records.image import Image, PlacedImage
 from rollserve.records.policy import BackendInfo, BackendSpec
 from rollserve.records.rollout import RolloutState
 from rollserve.records.verification import SampleCheck, Verification
@@ -145,6 +146,13 @@ async def test_the_worst_token_is_named(bench: Bench) -> None:
                 "extras": {"sampling_mask": b"123"},
             },
             "sampled under a constraint",
+        ),
+        (
+            {
+                "versions": (VersionSpan(0, 3, 3, 3),),
+                "images": (PlacedImage(image=Image(digest="d"), start=0, end=2, exact=True),),
+            },
+            "the model saw images, and a score is of ids alone",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import sqlalchemy as sa
 from alembic import command
 
 from rollserve.records.rollout import GroupState
+from rollserve.records.run import RouteSpec
 from rollserve.store.base import NewGroup
 from rollserve.store.engine import make_engine
 from rollserve.store.migrate import alembic_config
@@ -48,6 +50,28 @@ def before_groups_were_objects(path: Path) -> None:
     with sqlite3.connect(path) as conn:
         for statement in ROWS.split(";\n")[:-1]:
             conn.execute(statement, {name: values[name] for name in values if f":{name}" in statement})
+    conn.close()
+
+
+async def test_a_side_policy_becomes_a_route(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    engine = make_engine(f"sqlite:///{path}", synchronous="normal", writer=True, connections=1)
+    to(engine, "0002")
+    before_groups_were_objects(path)
+    to(engine, "0006")
+    with sqlite3.connect(path) as conn:
+        conn.execute('UPDATE runs SET spec = \'{"policy": "pol", "side_policy": "small"}\'')
+    conn.close()
+    to(engine, "0007")
+    store = SqlStore(f"sqlite:///{path}", clock=lambda: NOW)
+    await store.open()
+    spec = (await store.get_run("run_1")).spec
+    await store.close()
+    assert spec.routes == {"side": RouteSpec(policy="small", side_calls=True)}
+    to(engine, "0006", down=True)
+    engine.dispose()
+    with sqlite3.connect(path) as conn:
+        assert json.loads(conn.execute("SELECT spec FROM runs").fetchone()[0])["side_policy"] == "small"
     conn.close()
 
 

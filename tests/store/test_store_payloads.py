@@ -27,16 +27,20 @@ from rollserve.records.call import (
     pack_ids,
     unpack_floats,
 )
+from rollserve.records.image import Image, PlacedImage
 from rollserve.store.base import AttemptPayload
 from rollserve.store.packing import Damaged, LogFrame, encode_frame, gather, pack, unpack
 from rollserve.store.payloads import FilePayloadStore
+
+SEEN = Image(digest="d1", at=2, media_type="image/png", size_bytes=9, detail="low")
+FAR = Image(digest="d2", at=2, url="https://pictures.invalid/ü.png")
 
 
 def make_call(name: str = "c1", parent: str | None = None, **changes: Any) -> Call:
     values: dict[str, Any] = {
         "id": name,
         "parent": parent,
-        "messages": (Message(role="user", content="grüße \x00 ok"),),
+        "messages": (Message(role="user", content="grüße \x00 ok", images=(SEEN, FAR)),),
         "tools": ({"type": "function", "function": {"name": "shell"}},),
         "prompt_ids": pack_ids([1, 2, 150_000]),
         "sampled_ids": pack_ids([7, 8]),
@@ -50,6 +54,7 @@ def make_call(name: str = "c1", parent: str | None = None, **changes: Any) -> Ca
         "asked": {"temperature": 0.3, "stop": ["x"]},
         "broke": Break(cause="template", at_message=2),
         "extras": {"experts": b"\x00\x01\x02"},
+        "images": (PlacedImage(image=SEEN, start=1, end=3, exact=True),),
         "first_token_at": 1.5,
     }
     return Call(**{**values, **changes})

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from rollserve.records.image import Image, PlacedImage
 from rollserve.records.sample import Sample
 from rollserve.trainers.advantages import group_advantages
 from rollserve.trainers.batch import pad_batch
@@ -96,6 +98,14 @@ def test_a_text_only_sample_is_refused() -> None:
     inexact = Sample(**{name: getattr(sample, name) for name in Sample.__slots__} | {"exact": False})
     with pytest.raises(ValueError, match="text-only"):
         pad_batch([inexact], [1.0])
+
+
+def test_a_sample_whose_model_saw_images_is_not_trained_by_its_ids() -> None:
+    image = PlacedImage(image=Image(digest="d"), start=0, end=1, exact=True)
+    one, two = (replace(make_sample([1, 2], [1], rollout=each), images=(image,)) for each in range(2))
+    with pytest.raises(ValueError, match="images"):
+        pad_batch([one], [1.0])
+    assert trainer_of(Bigram()).step([Group([1.0, 0.0], [one, two])]) is None
 
 
 def test_weights_sum_to_one_by_token_and_by_rollout() -> None:

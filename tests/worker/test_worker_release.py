@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -17,14 +16,6 @@ from rollserve.rollouts.clock import ActiveTimer
 from rollserve.testing.attempt_bench import AttemptBench as Bench
 from rollserve.testing.clock import FakeClock
 from rollserve.testing.fakes_worker import hang
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def plain(bench: Bench) -> None:

@@ -64,6 +64,14 @@ async def test_what_is_bound_to_an_attempt_is_not_made_ahead(bench: Bench) -> No
     assert bench.warm.spares == 0
 
 
+async def test_a_snapshot_is_not_made_ahead_of(bench: Bench) -> None:
+    (first,) = await bench.ask()
+    spares = bench.warm.spares
+    await bench.ask(SandboxSpec(snapshot=await first.snapshot()), times=2)
+    assert bench.warm.spares == spares
+    assert bench.warm.counters()["cold_starts"] == 3
+
+
 async def test_the_target_is_the_largest_burst_of_a_minute(bench: Bench) -> None:
     await bench.ask(times=5)
     assert bench.warm.spares == 5

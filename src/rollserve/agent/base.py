@@ -40,10 +40,12 @@ class ModelClient(Protocol):
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
+        model: str | None = None,
     ) -> Reply:
         """One call. Send the whole conversation each time, the model's own turns as it returned
-        them: it is extended token-exactly. Raises ``LimitReached`` when a budget is used up,
-        ``ContextTooLong``, ``BackendError``."""
+        them: it is extended token-exactly. ``model`` names one of the run's routes; None is its own
+        policy. Raises ``LimitReached`` when a budget is used up, ``ContextTooLong``, ``BackendError``,
+        ``UnknownName`` for no such route."""
 
 
 class Toolbox(Protocol):
@@ -77,6 +79,10 @@ async def _no_way() -> str:
     raise SandboxError("this episode has no sandbox to reach its session from", operation="agent.reach")
 
 
+async def _no_fork(snapshot: str) -> Sandbox:
+    raise SandboxError("this episode has no sandbox to fork", operation="agent.fork")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Episode:
     """What an agent gets. ``base_url`` and ``api_key`` address the session for agents that speak
@@ -84,7 +90,12 @@ class Episode:
     charged to the attempt's budgets.
 
     For agents in the worker that run the model's client inside ``sandbox``: ``reach`` opens the way from
-    there to the session and returns its base URL as seen from there; ``session`` is what it knows."""
+    there to the session and returns its base URL as seen from there; ``session`` is what it knows.
+
+    ``sandbox`` is the task's; in a code host it is a proxy with ``exec``, ``read_file``, ``write_file``,
+    ``snapshot``, ``fork`` and ``forward`` (``usercode.proxies.AgentsSandbox``). ``fork``, in the worker,
+    starts another from a snapshot; it is closed with the attempt. Raises ``Conflict`` when there are too
+    many."""
 
     task: Task
     tools: Toolbox
@@ -95,6 +106,7 @@ class Episode:
     pause: Callable[[], AbstractContextManager[None]] = nullcontext
     sandbox: Sandbox | None = None
     reach: Callable[[], Awaitable[str]] = _no_way
+    fork: Callable[[str], Awaitable[Sandbox]] = _no_fork
     session: SessionView | None = None
 
 
@@ -119,11 +131,16 @@ def no_mounts(options: dict[str, Any]) -> dict[str, str]:
     return {}
 
 
+def no_programs(options: dict[str, Any]) -> tuple[str, ...]:
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class AgentEntry:
     """How a name is run. ``check`` raises ``InvalidInput`` for bad options, before anything starts;
     ``hosted`` agents run in a code host. ``mounts`` says what of this machine the agent wants to see in
-    its sandbox (``SandboxSpec.mounts``); one that ``acts_inside`` can't do without a sandbox."""
+    its sandbox (``SandboxSpec.mounts``), ``programs`` what must then still be found on its image's ``PATH``
+    (``remedy``: how it comes there); one that ``acts_inside`` can't do without a sandbox."""
 
     name: str
     make: Callable[[dict[str, Any]], Agent]
@@ -131,4 +148,6 @@ class AgentEntry:
     hosted: bool = False
     acts_inside: bool = False
     mounts: Callable[[dict[str, Any]], dict[str, str]] = no_mounts
+    programs: Callable[[dict[str, Any]], tuple[str, ...]] = no_programs
+    remedy: str = ""
     code: dict[str, str] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollserve.agent.base import AgentResult, Episode, last_words
-from rollserve.errors import AgentFailure, InfrastructureFailure, SandboxError, TooLarge
+from rollserve.errors import AgentFailure, ProgramMissing, SandboxError, TooLarge
 from rollserve.records.task import Path, Value, Variable
 from rollserve.sandbox.base import Sandbox
 
@@ -68,7 +68,8 @@ class CommandOptions(BaseModel):
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """What is run. ``path`` are folders inside, put before the sandbox's own ``PATH``; ``needs`` are
-    programs that must be found; ``ends`` says what exit codes mean; the end of ``report`` goes to the log."""
+    programs that must be found, ``remedy`` says what to do where they are not; ``ends`` says what exit
+    codes mean; the end of ``report`` goes to the log."""
 
     command: str
     env: Mapping[str, str] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class Program:
     values: Mapping[str, str] = field(default_factory=dict)
     path: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    remedy: str = "docs/harnesses.md says how a sandbox comes by its programs"
     workdir: str = "."
     answer_file: str | None = None
     report: str | None = None
@@ -128,16 +130,16 @@ class CommandAgent:
 
     # -- before
     async def _look(self, sandbox: Sandbox) -> str:
-        """The home folder. Raises ``InfrastructureFailure`` where a needed program is missing."""
+        """The home folder. Raises ``ProgramMissing``."""
         names = " ".join(shlex.quote(name) for name in self._program.needs)
         looks = f'for p in {names}; do command -v "$p" >/dev/null || echo "$p"; done' if names else ":"
         script = f'( {self._path()}mkdir -p "$HOME"; printf "%s\\n" "$HOME"; {looks} )'
         home, *missing = (await sandbox.exec(script, timeout_s=SETUP_S)).output.splitlines() or ["/tmp"]
         if missing:
-            raise InfrastructureFailure(
+            raise ProgramMissing(
                 f"not found in the sandbox: {', '.join(missing)}",
                 operation="agent.command",
-                hint="docs/harnesses.md says how a sandbox comes by its programs",
+                hint=self._program.remedy,
             )
         return home
 

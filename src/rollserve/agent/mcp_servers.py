@@ -1,6 +1,6 @@
 """MCP servers of a task as tools: the one door to the ``mcp`` package (extra ``mcp``).
 
-A server is a program in the task's sandbox, spoken to over its stdin and stdout, or one behind a URL.
+A server is a program in the task's sandbox, spoken to over its stdin and stdout, or over one of its ports.
 Its session lives in a task of its own, since the package wants it entered and left by the same one. What
 a server says is a stranger's: sizes are bounded, and its faults are errors the model reads. A server that
 ended is started anew by the next call, a few times.
@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
+from rollserve import installing
+from rollserve.agent.mcp_url import inside_port, url_transport
 from rollserve.cancelling import uninterrupted
 from rollserve.errors import InfrastructureFailure, InvalidInput, RollserveError, SandboxError
 from rollserve.records.task import McpServer
@@ -53,22 +55,26 @@ NAME_CHARS = 64
 _NO_NAME = re.compile(r"[^A-Za-z0-9_-]")
 
 
-def check_servers(servers: Mapping[str, McpServer], *, network: bool, field: str = "mcp_servers") -> None:
+def check_servers(servers: Mapping[str, McpServer], *, field: str = "mcp_servers") -> None:
     """Raises ``InvalidInput`` at ``<field>.<name>.<part>``; starts nothing."""
     if servers and find_spec("mcp") is None:
         raise InvalidInput(
-            "the package mcp is not installed", field=field, hint="pip install 'rollserve[mcp]'"
+            "the package mcp is not installed",
+            field=field,
+            hint=f"{installing.extra('mcp')}, for the server and its workers",
         )
     for name, server in servers.items():
         where = f"{field}.{name}"
         if server.url is None and not server.command:
             raise InvalidInput("give a command or a url", field=where)
-        if server.url is not None and server.command:
-            raise InvalidInput("give a command or a url, not both", field=f"{where}.url")
-        if server.url is not None and server.env:
+        if server.env and not server.command:
             raise InvalidInput("env is for a command", field=f"{where}.env")
-        if server.url is not None and not network:
-            raise InvalidInput("this task has no network", field=f"{where}.url", hint="give a command")
+        if server.url is not None and inside_port(server.url) is None:
+            raise InvalidInput(
+                "is no http address of the sandbox itself (http://127.0.0.1:PORT/…)",
+                field=f"{where}.url",
+                hint="what is elsewhere a program in the sandbox can reach, through the task's network",
+            )
         if server.command and not server.command[0]:
             raise InvalidInput("is empty", field=f"{where}.command.0")
 
@@ -145,12 +151,12 @@ class McpConnection:
             self._session = None
 
     def _transport(self) -> Transport:
-        if self._server.url is not None:
-            from mcp.client.streamable_http import streamable_http_client
-
-            return streamable_http_client(self._server.url)
         assert self._sandbox is not None
-        return _program_transport(self._sandbox, _command(self._server), self._errors, self._ended)
+        command = _command(self._server) if self._server.command else None
+        if self._server.url is not None:
+            return url_transport(self._sandbox, self._server.url, command, self._errors, self._ended)
+        assert command is not None
+        return _program_transport(self._sandbox, command, self._errors, self._ended)
 
     def _ended(self) -> None:
         self._leave.set()
@@ -200,7 +206,7 @@ class McpConnection:
         return wrong(str(error)[:4000])
 
     async def _look_after_sandbox(self) -> None:
-        if self._sandbox is not None and self._server.url is None:
+        if self._sandbox is not None:
             await still_there(self._sandbox)
 
     def _said(self) -> str:

@@ -8,11 +8,11 @@ import msgspec
 
 from rollserve.agent.base import AgentResult, Episode
 from rollserve.errors import AgentFailure, ContextTooLong, EpisodeFailure, LimitReached, RollserveError
-from rollserve.records.call import Message
 from rollserve.sandbox.tools import ToolResult
 from rollserve.usercode import params
 from rollserve.usercode.base import CodeFault, CodeHosts, Handlers, Use
-from rollserve.usercode.serving import decode
+from rollserve.usercode.sandboxes import agents_sandboxes
+from rollserve.usercode.serving import decode, model_handlers
 
 
 class PythonAgent:
@@ -30,13 +30,19 @@ class PythonAgent:
             options_json=self._options_json,
             task_json=episode.task.model_dump_json().encode(),
             schemas=[dict(schema) for schema in episode.tools.schemas],
+            sandbox_id=None if episode.sandbox is None else episode.sandbox.id,
             base_url=episode.base_url,
             api_key=episode.api_key,
         )
-        handlers = episode_handlers(episode)
-        async with self._hosts.open(
-            Use.AGENT, handlers=handlers, log=episode.log, pause=episode.pause
-        ) as host:
+        async with (
+            agents_sandboxes(episode.sandbox, episode.fork) as sandboxes,
+            self._hosts.open(
+                Use.AGENT,
+                handlers={**episode_handlers(episode), **sandboxes},
+                log=episode.log,
+                pause=episode.pause,
+            ) as host,
+        ):
             try:
                 return await host.call("agent", order, AgentResult, timeout_s=None)
             except LimitReached as error:
@@ -46,7 +52,6 @@ class PythonAgent:
             except EpisodeFailure:
                 raise
             except CodeFault as fault:
-                episode.log(fault.report)
                 raise AgentFailure(fault.report, operation=f"agent {self._path}") from fault
             except RollserveError as error:
                 raise AgentFailure(str(error), operation=f"agent {self._path}") from error
@@ -55,20 +60,8 @@ class PythonAgent:
 def episode_handlers(episode: Episode) -> Handlers:
     """What the hosted agent may ask for: the model and the tools of its episode."""
 
-    async def chat(data: bytes) -> object:
-        order = decode(data, _Chat)
-        return await episode.model.chat(order.messages, tools=order.tools, max_tokens=order.max_tokens)
-
     async def tool(data: bytes) -> ToolResult:
         order = decode(data, params.ToolCall)
         return await episode.tools.call(order.name, order.arguments)
 
-    return {"chat": chat, "tool": tool}
-
-
-class _Chat(msgspec.Struct, frozen=True, kw_only=True):
-    """``params.Chat``, with tools as this side reads them."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...] = ()
-    max_tokens: int | None = None
+    return {**model_handlers(episode.model), "tool": tool}

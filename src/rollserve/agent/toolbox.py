@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any
 
@@ -24,7 +24,7 @@ from rollserve.sandbox.tools.base import Tool, ToolResult, function_schema, wron
 from rollserve.sandbox.tools.registry import BUILT_IN_TOOLS, OTHER_TOOLS, SANDBOX_TOOLS
 from rollserve.usercode import params
 from rollserve.usercode.base import CodeFault, CodeHost, CodeHosts, CodeInfo, LogLine, Pause, Role, Use
-from rollserve.usercode.schema import faults, lenient, nearest
+from rollserve.usercode.schema import faults, lenient, name_hint
 from rollserve.usercode.serving import sandbox_handlers
 
 MAX_ARGUMENT_CHARS = 4 << 20
@@ -42,7 +42,7 @@ class BuiltToolbox:
     async def call(self, name: str, arguments: str) -> ToolResult:
         tool = self._tools.get(name)
         if tool is None:
-            return wrong(f"there is no tool {name[:200]!r}; {nearest(name[:200], self._tools)}")
+            return wrong(f"there is no tool {name[:200]!r}; {name_hint(name[:200], self._tools)}")
         decoded = decode_arguments(arguments)
         if isinstance(decoded, str):
             return wrong(decoded)
@@ -134,28 +134,22 @@ def tool_schema(info: CodeInfo) -> dict[str, Any]:
     return function_schema(info.name, info.description, info.parameters)
 
 
-def _no_network(task: Task) -> bool:
-    return False
-
-
 class ToolCatalog:
-    """Resolves the names in a task's ``tools``, and its ``mcp_servers``. ``has_network`` says whether a
-    task may speak to more than its session."""
+    """Resolves the names in a task's ``tools``, and its ``mcp_servers``."""
 
-    def __init__(self, hosts: CodeHosts, *, has_network: Callable[[Task], bool] = _no_network) -> None:
+    def __init__(self, hosts: CodeHosts) -> None:
         self._hosts = hosts
-        self._has_network = has_network
 
     async def check(self, task: Task) -> None:
         """Raises ``InvalidInput`` at ``tools.<index>`` or ``mcp_servers.<name>``. Import paths are looked
         at once."""
         await self._resolve(task.tools, "tools")
-        check_servers(task.mcp_servers, network=self._has_network(task))
+        check_servers(task.mcp_servers)
 
     async def needs_sandbox(self, task: Task) -> bool:
         """Whether any of its tools acts in the task's sandbox."""
         resolved = await self._resolve(task.tools, "tools")
-        return any(server.command for server in task.mcp_servers.values()) or any(
+        return bool(task.mcp_servers) or any(
             name in SANDBOX_TOOLS if info is None else info.wants_sandbox for name, info in resolved.values()
         )
 

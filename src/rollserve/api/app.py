@@ -7,11 +7,14 @@ from starlette.middleware import Middleware
 
 from rollserve import __version__
 from rollserve.api import (
+    callbacks,
     deliveries,
     drift,
+    evaluation,
     events,
     policies,
     problems,
+    replay,
     rollouts,
     runs,
     status,
@@ -49,7 +52,8 @@ def make_app(coordinator: Coordinator, settings: ApiSettings, auth: Auth) -> Fas
     app.state.meter = meter
     app.state.budget = BodyBudget(max_body_bytes, _BODIES_AT_ONCE * max_body_bytes)
     problems.install(app)
-    for topic in (policies, runs, rollouts, trajectories, drift, verify, deliveries, events, status):
+    handed_over = (deliveries, callbacks, replay, evaluation)
+    for topic in (policies, runs, rollouts, trajectories, drift, verify, *handed_over, events, status):
         app.include_router(topic.router())
     app.openapi = describe(app)  # type: ignore[method-assign]  # the framework's documented way
     return app

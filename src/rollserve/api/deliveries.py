@@ -35,6 +35,7 @@ from rollserve.wire import (
     RenewLease,
     Rewind,
     Rewound,
+    TrainerStatus,
 )
 
 T = TypeVar("T")
@@ -87,12 +88,15 @@ def encode_delivery(delivered: Delivered, form: Form) -> list[bytes]:
 
 
 def _encode_group(group: FinishedGroup, form: Form) -> list[bytes]:
+    return map_of(group_fields(group, form), form)
+
+
+def group_fields(group: FinishedGroup, form: Form) -> dict[str, list[bytes]]:
     rollouts = [_encode_rollout(rollout, form) for rollout in group.rollouts]
-    fields = {
+    return {
         "group": [encode(group.group.model_dump(mode="json"), form)],
         "rollouts": array_of(rollouts, len(rollouts), form),
     }
-    return map_of(fields, form)
 
 
 def _encode_rollout(rollout: FinishedRollout, form: Form) -> list[bytes]:
@@ -142,6 +146,11 @@ async def rewind(
     return record(Rewound(epoch=epoch, policy_version=version, checkpoint=checkpoint))
 
 
+async def trainer(core: Core, run_id: str, trainer: str) -> Response:
+    """The trainer's epoch, which a rewind raises: 0 for one that was never heard of."""
+    return record(TrainerStatus(trainer=trainer, epoch=await core.deliveries.epoch(run_id, trainer)))
+
+
 async def checkpoints(core: Core, run_id: str, trainer: str, paging: Paged) -> Response:
     """In the order of their commits."""
     found = await core.deliveries.checkpoints(run_id, trainer, cursor=paging.cursor, limit=paging.limit)
@@ -157,10 +166,11 @@ def router() -> APIRouter:
         openapi_extra=accepts(RenewLease))  # fmt: skip
     add("/deliveries/{lease_id}/ack", ack, methods=["POST"], response_model=Lease)
     add("/deliveries/{lease_id}/nack", nack, methods=["POST"], status_code=204, response_model=None)
-    trainer = "/runs/{run_id}/trainers/{trainer}"
-    add(f"{trainer}/commit", commit, methods=["POST"], response_model=Checkpoint,
+    one = "/runs/{run_id}/trainers/{trainer}"
+    add(one, trainer, methods=["GET"], response_model=TrainerStatus)
+    add(f"{one}/commit", commit, methods=["POST"], response_model=Checkpoint,
         openapi_extra=accepts(CommitCheckpoint))  # fmt: skip
-    add(f"{trainer}/rewind", rewind, methods=["POST"], response_model=Rewound,
+    add(f"{one}/rewind", rewind, methods=["POST"], response_model=Rewound,
         openapi_extra=accepts(Rewind))  # fmt: skip
-    add(f"{trainer}/checkpoints", checkpoints, methods=["GET"], response_model=Listing[Checkpoint])
+    add(f"{one}/checkpoints", checkpoints, methods=["GET"], response_model=Listing[Checkpoint])
     return routes

@@ -107,7 +107,14 @@ def _workers(snapshot: Snapshot) -> Iterator[Metric]:
     )
     for backend in snapshot.backends:
         backends.add_metric([backend["policy"], backend["id"]], float(backend["state"] == "active"))
-    yield from (stages, slots, memory, backends)
+    callbacks = GaugeMetricFamily(
+        "rollserve_callback_messages",
+        "Messages to callbacks that wait, are on their way or were given up; callbacks that are stopped.",
+        labels=["state"],
+    )
+    for state, count in snapshot.callbacks.items():
+        callbacks.add_metric([state], count)
+    yield from (stages, slots, memory, backends, callbacks)
 
 
 _BINS = {

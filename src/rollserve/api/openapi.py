@@ -10,11 +10,15 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from rollserve.wire import (
+    BeginRegrade,
     BeginUpdate,
+    CallbackBody,
     CommitCheckpoint,
     CommitUpdate,
     CreatePolicy,
     Delivery,
+    ExportGroups,
+    ExportPage,
     LeaseGroups,
     OpenRun,
     Problem,
@@ -22,6 +26,7 @@ from rollserve.wire import (
     RegisterBackend,
     RenewLease,
     RenewUpdate,
+    ResendMessages,
     Rewind,
     SetVersion,
     SubmitGroups,
@@ -30,20 +35,23 @@ from rollserve.wire import (
 )
 
 BODIES = (
+    BeginRegrade,
     BeginUpdate,
     CommitCheckpoint,
     CommitUpdate,
     CreatePolicy,
+    ExportGroups,
     LeaseGroups,
     OpenRun,
     RegisterBackend,
     RenewLease,
     RenewUpdate,
+    ResendMessages,
     Rewind,
     SetVersion,
     SubmitGroups,
 )
-_STRUCTS = (Delivery, RecordedCalls, Trajectory, WireSample)
+_STRUCTS = (CallbackBody, Delivery, ExportPage, RecordedCalls, Trajectory, WireSample)
 _REF = "#/components/schemas/"
 
 

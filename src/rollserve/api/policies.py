@@ -55,7 +55,9 @@ async def commit_update(
     core: Core, name: str, update_id: str, asked: Annotated[CommitUpdate, body(CommitUpdate)]
 ) -> Response:
     """The backends have the new weights: check them, and go on under the version."""
-    policy = await core.updates.commit(name, update_id, asked.version, asked.label, asked.canary)
+    policy = await core.updates.commit(
+        name, update_id, asked.version, asked.label, asked.canary, asked.adapter_path
+    )
     return record(policy)
 
 

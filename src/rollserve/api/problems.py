@@ -8,7 +8,6 @@ import math
 import re
 import types
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any, Union, get_args, get_origin
 
 from fastapi import FastAPI, Request, Response
@@ -18,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from rollserve.errors import InvalidInput, RollserveError, UnknownName
+from rollserve.errors import InvalidInput, RollserveError, UnknownName, nearest
 from rollserve.wire import PROBLEM, Problem
 
 log = logging.getLogger(__name__)
@@ -117,10 +116,23 @@ async def _on_http(request: Request, error: Exception) -> Response:
         status=error.status_code,
         code=_CODES.get(error.status_code, "http_error"),
         detail=detail.get(error.status_code, str(error.detail)),
-        hint="see /docs" if error.status_code in _CODES else None,
+        hint=_near_route(request) if error.status_code in _CODES else None,
     )
     headers = dict(error.headers or {})
     return Response(problem.model_dump_json(), error.status_code, headers, PROBLEM)
+
+
+def _near_route(request: Request) -> str:
+    """The path of as many parts that is nearest, with the request's own names in it."""
+    parts = request.url.path.split("/")
+    known = set()
+    for template in request.app.openapi()["paths"]:
+        words = template.split("/")
+        if len(words) == len(parts):
+            filled = (part if word.startswith("{") else word for word, part in zip(words, parts, strict=True))
+            known.add("/".join(filled))
+    near = nearest(request.url.path, known - {request.url.path}, cutoff=0.7)
+    return f"{near} /docs has them all" if near else "see /docs"
 
 
 async def _on_gone(_: Request, error: Exception) -> Response:
@@ -168,8 +180,7 @@ def _nearest_choice(error: dict[str, Any]) -> str | None:
     if error["type"] not in ("enum", "literal_error") or not isinstance(error.get("input"), str):
         return None
     choices = re.findall(r"'([^']*)'", str(error.get("ctx", {}).get("expected", "")))
-    near = get_close_matches(error["input"], choices, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else None
+    return nearest(error["input"], choices)
 
 
 def known_fields(model: type[BaseModel], path: Sequence[object]) -> list[str]:

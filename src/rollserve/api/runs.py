@@ -11,7 +11,7 @@ from rollserve.api.answers import page, record
 from rollserve.api.bodies import body, groups_body
 from rollserve.api.parts import Core, IdempotencyKey, Paged, StrictRoute, accepts
 from rollserve.records.rollout import Group, GroupState
-from rollserve.records.run import Run
+from rollserve.records.run import Run, RunState
 from rollserve.wire import (
     BinCount,
     Checked,
@@ -29,11 +29,17 @@ from rollserve.wire import (
 async def open_run(
     core: Core, spec: Annotated[OpenRun, body(OpenRun)], key: IdempotencyKey = None
 ) -> Response:
-    return record(await core.runs.open(spec, key), 201)
+    secret = spec.callback_secret
+    run = await core.runs.open(spec, key, None if secret is None else secret.get_secret_value())
+    return record(run, 201)
 
 
-async def list_runs(core: Core, paging: Paged) -> Response:
-    return page(await core.runs.page(cursor=paging.cursor, limit=paging.limit))
+async def list_runs(
+    core: Core, paging: Paged, state: RunState | None = None, newest: bool = False
+) -> Response:
+    """In the order they were opened; `newest=true` turns it round."""
+    found = await core.runs.page(state=state, newest=newest, cursor=paging.cursor, limit=paging.limit)
+    return page(found)
 
 
 async def show(core: Core, run_id: str) -> Response:

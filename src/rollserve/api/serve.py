@@ -13,6 +13,7 @@ from rollserve.api.app import make_app
 from rollserve.api.auth import Auth, ensure_admin_key, key_required
 from rollserve.build.catalogs import NO_SANDBOX, check_default_runtime
 from rollserve.build.http import HttpServer, bind, url_of
+from rollserve.build.network import check_reach
 from rollserve.build.process import check_open_files
 from rollserve.build.server import open_coordinator
 from rollserve.config import Settings
@@ -36,6 +37,7 @@ class Ready:
 async def open_server(settings: Settings) -> AsyncIterator[tuple[Coordinator, Ready]]:
     """A running server; leaving stops it: waiting requests are let go, then HTTP ends, then the
     workers. Raises ``ConfigError`` before anything is started."""
+    check_reach(settings)
     report = check_default_runtime(settings)
     check_open_files(settings)
     async with AsyncExitStack() as stack:

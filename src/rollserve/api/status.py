@@ -46,6 +46,8 @@ def _status(snapshot: Snapshot) -> ServerStatus:
         running=snapshot.running,
         loop_lag_ms_p99=snapshot.loop_lag_ms_p99,
         backends=snapshot.backends,
+        policies=snapshot.policies,
+        callbacks=snapshot.callbacks,
     )
 
 

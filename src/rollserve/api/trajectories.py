@@ -11,7 +11,8 @@ from rollserve.api.parts import Core, Paged, Paging, StrictRoute, answers, slice
 from rollserve.errors import NotFound
 from rollserve.records.call import Call
 from rollserve.records.sample import Sample
-from rollserve.rollouts.trajectories import Recorded, conversation
+from rollserve.rollouts.conversation import conversation
+from rollserve.rollouts.trajectories import Recorded
 from rollserve.wire import JSON, MSGPACK, Artifact, Form, Listing, Trajectory, to_node, to_wire, to_wire_call
 
 

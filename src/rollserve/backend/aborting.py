@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 import structlog
@@ -14,7 +13,7 @@ from rollserve.backend.base import BackendHealth, GenerateRequest, Generation, T
 from rollserve.backend.http import Answer, Http
 from rollserve.backend.metrics import Metrics
 from rollserve.backend.refusals import describe, refusal
-from rollserve.backend.route import OPERATION, Format, Route
+from rollserve.backend.route import Format, Route
 from rollserve.errors import BackendError, BackendUnavailable, InvalidInput
 
 
@@ -92,17 +91,3 @@ def labelled(spans: Sequence[Span] | None) -> list[tuple[int, int, str]] | None:
     if spans is None or any(span.version is None for span in spans):
         return None
     return [(span.start, span.end, str(span.version)) for span in spans if span.end > span.start]
-
-
-class _Failure(msgspec.Struct, frozen=True):
-    error: Any
-
-
-def unreadable(body: bytes, error: Exception) -> BackendError:
-    """For a body that is no generation: the failure it tells of, or what is wrong with it."""
-    try:
-        failure = msgspec.json.decode(body, type=_Failure).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return BackendError(f"the answer is not a generation: {error}", operation=OPERATION)
-    text = failure.get("message", failure) if isinstance(failure, dict) else failure
-    return BackendError(f"the backend gave up: {text}", operation=OPERATION)

@@ -57,9 +57,8 @@ class Assembly:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def add(self, piece: Piece, on_tokens: TokenSink | None = None) -> bool:
-        """Whether ``on_tokens`` has enough. Raises ``BackendError`` when ids and logprobs don't go
-        together."""
+    def add(self, piece: Piece) -> None:
+        """Raises ``BackendError`` when ids and logprobs don't go together."""
         self._check(piece)
         before = len(self._ids)
         self._ids += piece.token_ids
@@ -75,7 +74,6 @@ class Assembly:
             self._saying.add(piece.said)
         self._usage = piece.usage or self._usage
         self._finish = piece.finish_reason or self._finish
-        return on_tokens is not None and self.hand_over(on_tokens, before)
 
     def hand_over(self, on_tokens: TokenSink, before: int) -> bool:
         """What came after the first ``before`` tokens; whether ``on_tokens`` has enough."""

@@ -7,7 +7,7 @@ Implementations: ``vllm`` (also speaks to ``rollserve.localserver``), ``sglang``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -30,10 +30,12 @@ TextSink = Callable[[Sequence[Delta]], None]
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
     """What to answer where the engine renders: messages (with ids of tool calls as the model wrote them) and
-    OpenAI tool objects. ``hear`` gets text as it comes, each before the ``TokenSink`` is called for it."""
+    OpenAI tool objects. ``pictures`` are the bytes of the messages' images by digest, addresses left out.
+    ``hear`` gets text as it comes, each before the ``TokenSink`` is called for it."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    pictures: Mapping[str, bytes] = {}
     hear: TextSink | None = None
 
 
@@ -44,7 +46,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     model: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
     sampling: SamplingParams
     cache_salt: str = ""
     session_id: str = ""

@@ -10,7 +10,8 @@ was consumed and sampled is not known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,11 +23,13 @@ from rollserve.backend.base import Chat, Delta, GenerateRequest, Generation, Tok
 from rollserve.backend.closing import ClosingBackend
 from rollserve.backend.engines import refuse_router
 from rollserve.backend.http import Http
+from rollserve.backend.pictures import content_parts, image_token, images_of, probe_picture
 from rollserve.backend.refusals import describe, refusal
-from rollserve.backend.route import OPERATION
+from rollserve.backend.route import OPERATION, Reader, decoded, each_by
 from rollserve.backend.saying import CallPart, Said
 from rollserve.errors import BackendError, CannotScore, InvalidInput
 from rollserve.records.call import Message, SamplingParams
+from rollserve.records.image import digest_of
 from rollserve.records.policy import BackendInfo
 
 T = TypeVar("T")
@@ -163,16 +166,11 @@ class ChatFormat:
         )
         return self._encoder.encode(body)
 
-    def reader(self) -> Callable[[bytes], Piece]:
-        return self.decode
+    def reader(self) -> Reader:
+        return each_by(self.decode)
 
     def decode(self, body: bytes) -> Piece:
-        try:
-            answer = self._decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            start = body[:300].decode(errors="replace")
-            message = f"the answer is not a chat completion ({error}): {start}"
-            raise BackendError(message, operation=OPERATION) from error
+        answer = decoded(self._decoder, body, "chat completion")
         usage = None
         if answer.usage is not None:
             sampled = answer.usage.completion_tokens or 0
@@ -221,11 +219,12 @@ def _said(message: _Message | None) -> Said:
 
 def chat_messages(chat: Chat, *, reasoning: bool) -> list[dict[str, Any]]:
     """In OpenAI's form; with ``reasoning`` under both names that engines read."""
-    return [_chat_message(message, reasoning) for message in chat.messages]
+    return [_chat_message(message, reasoning, chat.pictures) for message in chat.messages]
 
 
-def _chat_message(message: Message, reasoning: bool) -> dict[str, Any]:
-    sent: dict[str, Any] = {"role": message.role, "content": message.content}
+def _chat_message(message: Message, reasoning: bool, pictures: Mapping[str, bytes]) -> dict[str, Any]:
+    content = content_parts(message, pictures) if message.images else message.content
+    sent: dict[str, Any] = {"role": message.role, "content": content}
     if message.name:
         sent["name"] = message.name
     if message.tool_call_id is not None:
@@ -249,11 +248,13 @@ def _response_format(schema: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 class ChatBackend(ClosingBackend):
-    """``tokens`` says whether ids are wanted; an answer without them is then an error."""
+    """``tokens`` says whether ids are wanted; an answer without them is then an error. ``images``: the model
+    is said to take them, which a probe tries."""
 
-    def __init__(self, http: Http, model: str, *, tokens: bool) -> None:
+    def __init__(self, http: Http, model: str, *, tokens: bool, images: bool = False) -> None:
         self._format = ChatFormat(tokens=tokens)
         self._tokens = tokens
+        self._images = images
         super().__init__(http, model, self._format)
 
     async def probe(self) -> BackendInfo:
@@ -270,16 +271,35 @@ class ChatBackend(ClosingBackend):
             await self._sample(_PROBE_TEXTS[0], tools=(_PROBE_TOOL,))
         except InvalidInput as error:
             warnings.append(f"does not take tools: {error.message}")
+        token = await self._image_token(found[0]) if self._images else None
         return BackendInfo(
             engine=engine,
             models=[served.id for served in models],
             context_tokens=models[0].context_tokens,
             logprobs_mode=mode if self._tokens else "unknown",
             structured=self._tokens,
+            image_token=token,
             warnings=warnings,
         )
 
-    async def _sample(self, text: str, tools: tuple[dict[str, Any], ...] = ()) -> Generation:
+    async def _image_token(self, without: Generation) -> int | None:
+        """``without`` an image is what the first text made. Raises ``InvalidInput`` (field ``accepts``) where
+        one is refused."""
+        data = probe_picture()
+        try:
+            seen = await self._sample(_PROBE_TEXTS[0], pictures={digest_of(data): data})
+        except InvalidInput as error:
+            raise InvalidInput(
+                f"it is said to take images, and does not: {error.message}", field="accepts"
+            ) from error
+        return image_token(without.prompt_ids or (), seen.prompt_ids or ())
+
+    async def _sample(
+        self,
+        text: str,
+        tools: tuple[dict[str, Any], ...] = (),
+        pictures: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> Generation:
         """A tiny answer through the real route; what is wrong with it is the address's fault."""
         where = f"{self._http.url}{CHAT}"
         sampling = SamplingParams(max_tokens=_PROBE_TEXT_TOKENS)
@@ -290,7 +310,11 @@ class ChatBackend(ClosingBackend):
             model=self._model,
             token_ids=[],
             sampling=sampling,
-            chat=Chat(messages=(Message(role="user", content=text),), tools=tools),
+            chat=Chat(
+                messages=(Message(role="user", content=text, images=images_of(pictures)),),
+                tools=tools,
+                pictures=pictures,
+            ),
         )
         try:
             made = await self._answer(request)

@@ -22,8 +22,9 @@ class Control(Protocol):
     async def pause(self, mode: UpdateMode, within_s: float) -> None:
         """Returns once the pause is in force. Harmless when repeated."""
 
-    async def announce(self, label: str) -> None:
-        """Sample under this label from now on, and forget every cached prefix. The server is paused."""
+    async def announce(self, label: str, adapter_path: str | None = None) -> None:
+        """Sample under this label from now on, and forget every cached prefix. The server is paused. With
+        ``adapter_path`` a server whose model is an adapter takes it from there; others are not given one."""
 
     async def resume(self) -> None:
         """Harmless when it is not paused."""

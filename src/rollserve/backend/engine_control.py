@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from rollserve.backend.adapters import AdapterControl
 from rollserve.backend.control import Control
 from rollserve.backend.http import Answer, Http
 from rollserve.backend.refusals import describe, refusal
@@ -15,10 +16,13 @@ _ABSENT = (403, 404, 405, 501)
 _OPERATION = "backend.control"
 
 
-def make_control(spec: BackendSpec, shared_with: str | None = None) -> Control:
-    """``shared_with`` is another policy that the same server serves: pausing it would stop that one, too."""
+def make_control(spec: BackendSpec, shared_with: str | None = None, adapter: str | None = None) -> Control:
+    """``shared_with`` is another policy that the same server serves: pausing it would stop that one, too.
+    ``adapter`` is the policy's model, where that is an adapter of the server's."""
     key = None if spec.api_key is None else spec.api_key.get_secret_value()
     http = Http(spec.url, api_key=key)
+    if adapter is not None:
+        return AdapterControl(http, adapter)
     if shared_with is not None:
         return Untouched(http, f"it also serves the policy {shared_with!r}, which a pause would stop")
     if spec.kind is BackendKind.SGLANG:
@@ -46,7 +50,7 @@ class VllmControl:
     async def pause(self, mode: UpdateMode, within_s: float) -> None:
         await _ask(self._http, f"/pause?mode={self._MODES[mode]}", timeout_s=within_s)
 
-    async def announce(self, label: str) -> None:
+    async def announce(self, label: str, adapter_path: str | None = None) -> None:
         await _ask(self._http, "/update_weight_version", {"new_version": label})
         await _ask(self._http, "/reset_prefix_cache")
 
@@ -78,7 +82,7 @@ class SglangControl:
     async def pause(self, mode: UpdateMode, within_s: float) -> None:
         await _ask(self._http, "/pause_generation", {"mode": self._MODES[mode]}, timeout_s=within_s)
 
-    async def announce(self, label: str) -> None:
+    async def announce(self, label: str, adapter_path: str | None = None) -> None:
         await _ask(self._http, "/flush_cache")
         body = {"new_version": label, "abort_all_requests": False}
         await _ask(self._http, "/update_weight_version", body)
@@ -108,7 +112,7 @@ class Untouched:
     async def pause(self, mode: UpdateMode, within_s: float) -> None:
         """The workers do."""
 
-    async def announce(self, label: str) -> None:
+    async def announce(self, label: str, adapter_path: str | None = None) -> None:
         """It has no label of this policy's."""
 
     async def resume(self) -> None:

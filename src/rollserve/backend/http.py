@@ -29,6 +29,8 @@ socket that the server is just closing."""
 MAX_ANSWER_BYTES = 512 << 20
 """Of a whole answer (a million tokens with logprobs and a few extras), and of one event of a stream."""
 
+_DATA = b"data: "
+
 LAST_BYTES_S = 1.0
 """How long the end of a stream may take after its last event."""
 
@@ -147,7 +149,9 @@ class Http:
         lines = Lines()
         with self._ours(path):
             async for chunk in response.content.iter_any():
-                payloads = [line[5:].strip() for line in lines.feed(chunk) if line.startswith(b"data:")]
+                payloads = None if lines.waiting else whole_events(chunk)
+                if payloads is None:
+                    payloads = [line[5:].strip() for line in lines.feed(chunk) if line.startswith(b"data:")]
                 ended = b"[DONE]" in payloads
                 if ended:
                     del payloads[payloads.index(b"[DONE]") :]
@@ -207,6 +211,16 @@ async def _read_end(response: aiohttp.ClientResponse) -> None:
         response.close()
 
 
+def whole_events(chunk: bytes) -> list[bytes] | None:
+    """The payloads of a chunk that is nothing but whole events of one line each, as servers of tokens send
+    them; None for any other."""
+    if not (chunk.startswith(_DATA) and chunk.endswith(b"\n\n")) or b"\r" in chunk:
+        return None
+    payloads = chunk[len(_DATA) : -2].split(b"\n\n" + _DATA)
+    payloads[-1] = payloads[-1].strip()
+    return payloads if chunk.count(b"\n") == 2 * len(payloads) else None
+
+
 class Lines:
     """Cuts a byte stream into lines; LF and CRLF; a partial line waits for its rest, ``waiting`` bytes
     of it so far."""
@@ -225,6 +239,8 @@ class Lines:
         *lines, tail = [b"".join(self._parts), *rest.split(b"\n")]
         self._parts = [tail] if tail else []
         self.waiting = len(tail)
+        if b"\r" not in rest and b"\r" not in lines[0]:
+            return lines
         return [line.removesuffix(b"\r") for line in lines]
 
 

@@ -12,10 +12,13 @@ from typing import Any, Literal, Protocol
 
 from rollserve.backend.base import Backend, BackendHealth
 from rollserve.backend.concurrency import Concurrency, Reading
+from rollserve.backend.latency import Latency
 from rollserve.records import policy
 from rollserve.records.policy import BackendState
 
 START_SHARE = 0.1
+
+Routing = Literal["sticky", "least_busy", "in_turn"]
 
 
 class Clock(Protocol):
@@ -38,13 +41,19 @@ class PoolSettings:
     """``wait_s`` bounds how long a call waits while no backend can take it. After
     ``strikes_to_fail`` failures in a row a backend is failed; its health is then asked after
     ``probe_first_s``, doubling up to ``probe_max_s``. ``max_tries`` bounds the backends one call is
-    sent to. A session leaves its backend when that has more than ``imbalance`` calls in flight beyond
-    (and more than twice) its fair number: what the least busy has, in proportion to their weights. A
-    backend that is new, or back from failure, has ``START_SHARE`` of its weight at first and all of it
-    after ``slow_start_s``. A backend on which nothing has moved for ``quiet_s`` while calls are in flight
-    has its health asked. A generation that gives no sign of life for ``silent_s`` (a token when it is
-    streamed, the whole answer when it is not) is given up. ``concurrency`` bounds the calls on a backend:
-    a number, ``off``, or ``auto`` (``backend.concurrency``, fed every ``metrics_s``)."""
+    sent to. ``routing``: a session has a backend that it goes back to, the least busy one when it came
+    (``sticky``), none (``least_busy``), or one that it was given in turn, whatever that is busy with
+    (``in_turn``). A sticky session leaves its backend when that has more than ``imbalance`` calls in flight
+    beyond (and more than twice) its fair number: what the least busy has, in proportion to their weights. A
+    backend that is new, or back from failure, has ``START_SHARE`` of its weight at first and all of it after
+    ``slow_start_s``. A backend on which nothing has moved for ``quiet_s`` while calls are in flight has its
+    health asked. A backend that is ``outlier_ratio`` (0: off) times slower than its peers
+    (``backend.latency``, looked at every ``outlier_s``) takes no calls for ``outlier_rest_s``, doubled each
+    time in a row up to ``outlier_max_s``; then one call at a time, until one is fast enough. No more than
+    ``outlier_share`` of the backends are out together, failed ones included. A generation that gives no sign
+    of life for ``silent_s`` (a token when it is streamed, the whole answer when it is not) is given up.
+    ``concurrency`` bounds the calls on a backend: a number, ``off``, or ``auto`` (``backend.concurrency``,
+    fed every ``metrics_s``)."""
 
     wait_s: float = 60.0
     strikes_to_fail: int = 3
@@ -54,10 +63,16 @@ class PoolSettings:
     probe_first_s: float = 0.5
     probe_max_s: float = 30.0
     busy_max_s: float = 30.0
+    routing: Routing = "sticky"
     imbalance: int = 8
     slow_start_s: float = 30.0
     concurrency: int | Literal["auto", "off"] = "auto"
     metrics_s: float = 2.0
+    outlier_ratio: float = 3.0
+    outlier_s: float = 5.0
+    outlier_rest_s: float = 30.0
+    outlier_max_s: float = 300.0
+    outlier_share: float = 0.34
     quiet_s: float = 120.0
     silent_s: float = 600.0
     close_s: float = 10.0
@@ -68,10 +83,12 @@ Cut = Literal["left", "silent"]
 
 
 class Health(StrEnum):
-    """``trial``: its health answers again; one call at a time until the first succeeds."""
+    """``trial``: its health answers again; one call at a time until the first succeeds. ``slow``: far slower
+    than its peers; once it has rested, one call at a time until one is fast enough."""
 
     OK = "ok"
     TRIAL = "trial"
+    SLOW = "slow"
     FAILED = "failed"
 
 
@@ -87,6 +104,9 @@ class InFlight:
     task: asyncio.Task[Any] | None
     moved_at: float
     finished_before: int
+    started_at: float
+    first_at: float | None = None
+    stood: bool = False
     cut: Cut | None = None
     frozen: AbstractContextManager[None] | None = None
 
@@ -97,6 +117,7 @@ class InFlight:
             self.task.cancel()
 
     def freeze(self) -> None:
+        self.stood = True
         if self.frozen is None:
             self.frozen = self.pause()
             self.frozen.__enter__()
@@ -135,6 +156,10 @@ class Member:
         self.succeeded = 0
         self.failures = 0
         self.generated_tokens = 0
+        self.latency = Latency()
+        self.slow_until = now
+        self.ejections = 0
+        self.ejections_in_a_row = 0
 
     @property
     def id(self) -> str:
@@ -181,11 +206,28 @@ class Member:
         started = 1.0 if age >= slow_start_s else max(START_SHARE, age / slow_start_s)
         return self.record.spec.weight * started
 
-    def takes(self, now: float) -> bool:
-        """Whether a call may go to it now."""
+    def takes(self, now: float, *, slow: bool = False) -> bool:
+        """Whether a call may go to it now; with ``slow`` also while it is only slow."""
         if self.removed or self.ordered_off or self.rest_until > now or self.health is Health.FAILED:
             return False
+        if self.health is Health.SLOW and (slow or self.slow_until > now):
+            return slow
         return self.health is Health.OK or not self.calls
+
+    @property
+    def half_open(self) -> bool:
+        """It is slow, and the next call goes there to see whether it still is."""
+        return self.health is Health.SLOW and not self.calls
+
+    def recover(self, now: float) -> None:
+        """From failure or slowness: what it was like before says nothing any more."""
+        self.health, self.error, self.since = Health.OK, None, now
+        self.latency = Latency()
+
+    def eject(self, why: str, until: float) -> None:
+        self.health, self.error, self.slow_until = Health.SLOW, why, until
+        self.ejections += 1
+        self.ejections_in_a_row += 1
 
     @contextmanager
     def call(self, session_id: str, request_id: str, pause: Pause, now: float) -> Iterator[InFlight]:
@@ -199,6 +241,7 @@ class Member:
             task=asyncio.current_task(),
             moved_at=now,
             finished_before=self.succeeded,
+            started_at=now,
         )
         self.calls.add(call)
         self.most = max(self.most, len(self.calls))
@@ -225,6 +268,7 @@ class Member:
             "generated_tokens": self.generated_tokens,
             "calls": self.succeeded,
             "failures": self.failures,
+            "ejections": self.ejections,
             "error": self.error,
         }
 

@@ -8,8 +8,6 @@ is refused at registration: its text can't be made into the ids that were sample
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 
 from rollserve.backend import probing
@@ -19,10 +17,11 @@ from rollserve.backend.closing import ClosingBackend
 from rollserve.backend.engines import refuse_router
 from rollserve.backend.http import Http
 from rollserve.backend.refusals import describe, refusal
-from rollserve.backend.route import OPERATION
+from rollserve.backend.route import OPERATION, Reader, decoded, each_by
 from rollserve.backend.scoring import SCORE_S, PromptLogprobs, of_mappings, refuse_scoring, scored
 from rollserve.errors import BackendError, CannotScore, InvalidInput
 from rollserve.records.call import SamplingParams
+from rollserve.records.ids import with_ids
 from rollserve.records.policy import BackendInfo
 
 COMPLETIONS = "/v1/completions"
@@ -36,7 +35,6 @@ class _Body(msgspec.Struct, frozen=True, omit_defaults=True):
     samples with ``top_k=40``, vLLM as the model's generation config says)."""
 
     model: str
-    prompt: list[int]
     max_tokens: int
     temperature: float
     top_p: float
@@ -103,7 +101,6 @@ class CompletionsFormat:
         sampling = request.sampling
         body = _Body(
             model=request.model,
-            prompt=request.token_ids,
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -118,18 +115,13 @@ class CompletionsFormat:
             cache_salt=request.cache_salt or None,
             echo=echo,
         )
-        return self._encoder.encode(body)
+        return with_ids(self._encoder.encode(body), b"prompt", request.token_ids)
 
-    def reader(self) -> Callable[[bytes], Piece]:
-        return self.decode
+    def reader(self) -> Reader:
+        return each_by(self.decode)
 
     def decode(self, body: bytes) -> Piece:
-        try:
-            answer = self._decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            start = body[:300].decode(errors="replace")
-            message = f"the answer is not a completion ({error}): {start}"
-            raise BackendError(message, operation=OPERATION) from error
+        answer = decoded(self._decoder, body, "completion")
         if not answer.choices:
             return Piece([], [])
         choice = answer.choices[0]

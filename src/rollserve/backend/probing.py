@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any
 
 import msgspec
 
 from rollserve.backend.http import Answer, Http
 from rollserve.backend.refusals import describe, message_of
-from rollserve.errors import BackendError, BackendUnavailable, InvalidInput
+from rollserve.errors import BackendError, BackendUnavailable, InvalidInput, nearest
 
 RAW_LOGPROBS = (
     "logprobs are those before temperature, top_p and top_k: right only at temperature 1 without "
@@ -20,6 +19,18 @@ NO_TOKENS = (
     "trained on them"
 )
 NO_VERSIONS = "reports no weight versions: those of sampled tokens are inferred from the policy's"
+
+
+ENGINES = (
+    "The URL is the root of an inference server: `vllm serve MODEL --enable-scale-out` (kind vllm), "
+    "`python -m rollserve.localserver --model FOLDER` (local), "
+    "`python -m sglang.launch_server --model-path MODEL` (sglang), "
+    "or any that has GET /v1/models and, for token ids, POST /v1/completions (openai) "
+    "or /v1/chat/completions (chat, text)"
+)
+UNREACHED = (
+    "Is it up (an engine that loads its model answers late), and is the address right as seen from here? "
+)
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -44,17 +55,28 @@ async def listed_models(http: Http) -> list[Model]:
     """What ``/v1/models`` lists. Raises ``InvalidInput``: field ``url`` when what answers is no such
     server, ``api_key`` when it wants one."""
     answer = await ask(http, "/v1/models")
+    if _is_rollserve(answer):
+        raise InvalidInput(
+            f"{http.url} is a rollserve server, which has no model of its own", field="url", hint=ENGINES
+        )
     if answer.status in (401, 403):
         raise InvalidInput(f"{http.url} refused the key: {message_of(answer)}", field="api_key")
     if answer.status != 200:
-        raise InvalidInput(
-            f"no inference server at {http.url}: /v1/models gave {describe(answer)}", field="url"
-        )
+        raise _no_server(http, answer)
     try:
         return msgspec.json.decode(answer.body, type=_Models).data
     except (msgspec.DecodeError, UnicodeDecodeError):
-        message = f"no inference server at {http.url}: /v1/models gave {describe(answer)}"
-        raise InvalidInput(message, field="url") from None
+        raise _no_server(http, answer) from None
+
+
+def _no_server(http: Http, answer: Answer) -> InvalidInput:
+    message = f"no inference server at {http.url}: /v1/models gave {describe(answer)}"
+    return InvalidInput(message, field="url", hint=ENGINES)
+
+
+def _is_rollserve(answer: Answer) -> bool:
+    """By the errors of its API, whichever this one is."""
+    return answer.content_type == "application/problem+json" and isinstance(_fields(answer).get("code"), str)
 
 
 async def served_models(http: Http, model: str) -> list[Model]:
@@ -63,11 +85,10 @@ async def served_models(http: Http, model: str) -> list[Model]:
     models = await listed_models(http)
     names = [served.id for served in models]
     if model not in names:
-        near = get_close_matches(model, names, n=1, cutoff=0.4)
         raise InvalidInput(
             f"{http.url} does not serve the model {model!r}; it serves: {', '.join(names) or 'none'}",
             field="model",
-            hint=f"did you mean {near[0]!r}?" if near else None,
+            hint=nearest(model, names, cutoff=0.4),
         )
     return sorted(models, key=lambda served: served.id != model)
 
@@ -77,7 +98,8 @@ async def ask(http: Http, path: str) -> Answer:
     try:
         return await http.get(path)
     except (BackendUnavailable, BackendError) as error:
-        raise InvalidInput(f"no inference server at {http.url}: {error.message}", field="url") from error
+        message = f"no inference server at {http.url}: {error.message}"
+        raise InvalidInput(message, field="url", hint=UNREACHED + ENGINES) from error
 
 
 async def engine_name(http: Http, default: str) -> str:
@@ -91,8 +113,10 @@ async def engine_name(http: Http, default: str) -> str:
 
 
 def _object(answer: Answer) -> dict[str, Any]:
-    if answer.status != 200:
-        return {}
+    return _fields(answer) if answer.status == 200 else {}
+
+
+def _fields(answer: Answer) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(answer.body)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -8,13 +8,13 @@ from rollserve.backend.base import Backend
 from rollserve.errors import InvalidInput, UnknownName
 from rollserve.records.policy import BackendKind, BackendSpec
 
-_OPTIONS = ("connect_timeout_s", "control_timeout_s")
+_OPTIONS = ("connect_timeout_s", "control_timeout_s", "adapter_path")
 
 
 def make_backend(spec: BackendSpec, model: str) -> Backend:
     """A client of the server at ``spec.url``, for the weights it serves as ``model``. Connects to
-    nothing yet. ``spec.options``: ``connect_timeout_s``, ``control_timeout_s``. Raises ``InvalidInput``
-    (fields ``url``, ``options.*``)."""
+    nothing yet. ``spec.options``: ``connect_timeout_s``, ``control_timeout_s``, and for kind ``vllm``
+    ``adapter_path``. Raises ``InvalidInput`` (fields ``url``, ``options.*``)."""
     from rollserve.backend.http import Http, Timeouts
 
     for name in spec.options:
@@ -25,6 +25,7 @@ def make_backend(spec: BackendSpec, model: str) -> Backend:
         connect_s=_seconds(spec.options, "connect_timeout_s", defaults.connect_s),
         control_s=_seconds(spec.options, "control_timeout_s", defaults.control_s),
     )
+    adapter_path = _adapter_path(spec)
     key = None if spec.api_key is None else spec.api_key.get_secret_value()
     http = Http(spec.url, api_key=key, timeouts=timeouts)
     if spec.kind is BackendKind.SGLANG:
@@ -38,10 +39,11 @@ def make_backend(spec: BackendSpec, model: str) -> Backend:
     if spec.kind in (BackendKind.CHAT, BackendKind.TEXT):
         from rollserve.backend.chat import ChatBackend
 
-        return ChatBackend(http, model, tokens=spec.kind is BackendKind.CHAT)
+        seeing = "image" in spec.accepts
+        return ChatBackend(http, model, tokens=spec.kind is BackendKind.CHAT, images=seeing)
     from rollserve.backend.vllm import VllmBackend
 
-    return VllmBackend(http, model, engine=spec.kind.value)
+    return VllmBackend(http, model, engine=spec.kind.value, adapter_path=adapter_path)
 
 
 async def list_models(spec: BackendSpec) -> list[str]:
@@ -55,6 +57,16 @@ async def list_models(spec: BackendSpec) -> list[str]:
         return [model.id for model in await listed_models(http)]
     finally:
         await http.close()
+
+
+def _adapter_path(spec: BackendSpec) -> str | None:
+    path = spec.options.get("adapter_path")
+    field = "options.adapter_path"
+    if path is not None and spec.kind not in (BackendKind.VLLM, BackendKind.SCRIPTED):
+        raise InvalidInput(f"a backend of kind {spec.kind.value!r} loads no adapters", field=field)
+    if path is not None and (not isinstance(path, str) or not path):
+        raise InvalidInput(f"must be a path as the server sees it, not {path!r}", field=field)
+    return path
 
 
 def _seconds(options: dict[str, Any], name: str, default: float) -> float:

@@ -16,16 +16,17 @@ from typing import Any
 import msgspec
 
 from rollserve.backend import probing
-from rollserve.backend.aborting import AbortingBackend, Span, labelled, unreadable
+from rollserve.backend.aborting import AbortingBackend, Span, labelled
 from rollserve.backend.assembly import Assembly, Piece
 from rollserve.backend.base import BackendHealth, GenerateRequest, Generation
 from rollserve.backend.engines import refuse_router, refuse_without_abort
 from rollserve.backend.http import Http
 from rollserve.backend.metrics import Metrics, whole
-from rollserve.backend.route import OPERATION
+from rollserve.backend.route import OPERATION, Reader, decoded, each_by
 from rollserve.backend.scoring import SCORE_S, refuse_scoring, scored
 from rollserve.errors import BackendError, InvalidInput
 from rollserve.records.call import SamplingParams
+from rollserve.records.ids import with_ids
 from rollserve.records.policy import BackendInfo
 
 GENERATE = "/generate"
@@ -66,7 +67,6 @@ class _Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class _Body(msgspec.Struct, frozen=True, omit_defaults=True):
     rid: str
-    input_ids: list[int]
     sampling_params: _Sampling
     return_logprob: bool
     logprob_start_len: int
@@ -112,7 +112,6 @@ class GenerateFormat:
         sampling = request.sampling
         body = _Body(
             rid=request.request_id + END,
-            input_ids=request.token_ids,
             sampling_params=_Sampling(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
@@ -132,17 +131,14 @@ class GenerateFormat:
             routing_key=request.session_id or None,
             cache_salt=request.cache_salt or None,
         )
-        return self._encoder.encode(body)
+        return with_ids(self._encoder.encode(body), b"input_ids", request.token_ids)
 
-    def reader(self) -> Callable[[bytes], Piece]:
+    def reader(self) -> Reader:
         """Of one answer's events in order."""
-        return _Reader(self.answer).read
+        return each_by(_Reader(self.answer).read)
 
     def answer(self, body: bytes) -> _Answer:
-        try:
-            return self._decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise unreadable(body, error) from error
+        return decoded(self._decoder, body, "generation")
 
 
 class _Reader:
@@ -238,7 +234,8 @@ class SglangBackend(AbortingBackend):
                 hint = "is it SGLang? vLLM is the kind 'vllm', another server 'openai'"
                 raise self._no_route(answer, path=GENERATE, absent=(404, 405), hint=hint)
             assembly = Assembly("backend.probe")
-            assembly.add(self._format.reader()(answer.body))
+            for piece in self._format.reader()([answer.body]):
+                assembly.add(piece)
             generation = assembly.finish()
         except BackendError as error:
             message = f"{self._http.url} gave no usable generation: {error.message}"

@@ -4,19 +4,23 @@ against it, before anything is stored or started."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from rollserve.agent.base import AgentEntry
 from rollserve.agent.registry import AgentCatalog
 from rollserve.agent.toolbox import ToolCatalog
-from rollserve.build.images import image_settings
+from rollserve.build.network import check_network
+from rollserve.build.runtimes import offered, runtime_options
 from rollserve.config import Settings, WorkerSettings
 from rollserve.errors import ConfigError, InvalidInput, UnknownName
 from rollserve.grader.registry import GraderCatalog
 from rollserve.records.task import Task
-from rollserve.sandbox.base import Runtime, RuntimeReport
+from rollserve.sandbox.base import STANDARD_PATH, Runtime, RuntimeReport
 from rollserve.sandbox.images.reference import HOST
-from rollserve.sandbox.registry import FROM_IMAGES, make_runtime, runtime_names
+from rollserve.sandbox.registry import FROM_IMAGES, ON_HOST, make_runtime, runtime_names
 from rollserve.usercode.hosts import HostSettings, ZygoteHosts
 
 NO_SANDBOX = "none"
@@ -36,8 +40,8 @@ def make_runtimes(settings: Settings) -> dict[str, Runtime]:
     folder = settings.data_dir.absolute() / "runtimes"
     accepts_unsafe = settings.workers.allow_unsafe_runtime
     runtimes: dict[str, Runtime] = {}
-    for name in runtime_names():
-        runtime = make_runtime(name, folder, image_settings(settings), settings.workers.cgroup)
+    for name in offered(settings):
+        runtime = make_runtime(name, folder, runtime_options(settings))
         report = runtime.report()
         if report.usable and (accepts_unsafe or report.isolated or name == NO_SANDBOX):
             runtimes[name] = runtime
@@ -47,11 +51,12 @@ def make_runtimes(settings: Settings) -> dict[str, Runtime]:
 def check_default_runtime(settings: Settings) -> RuntimeReport:
     """Raises ``ConfigError`` when the default runtime can't be used here, or not without consent."""
     workers: WorkerSettings = settings.workers
-    if workers.runtime not in runtime_names():
-        problem = UnknownName("runtime", workers.runtime, runtime_names())
-        raise ConfigError(problem.message, field="workers.runtime", hint=problem.hint)
+    for field, name in (("runtime", workers.runtime), *(("runtimes", name) for name in workers.runtimes)):
+        if name not in runtime_names():
+            problem = UnknownName("runtime", name, runtime_names())
+            raise ConfigError(problem.message, field=f"workers.{field}", hint=problem.hint)
     folder = settings.data_dir.absolute() / "runtimes"
-    report = make_runtime(workers.runtime, folder, cgroup=workers.cgroup).report()
+    report = make_runtime(workers.runtime, folder, runtime_options(settings)).report()
     if not report.usable:
         raise ConfigError(
             f"the runtime {report.name!r} does not work on this machine: {report.detail}",
@@ -75,6 +80,7 @@ class Catalogs:
     runtimes: Mapping[str, Runtime]
     default_runtime: str
     allow_unheld_limits: bool = False
+    tasks_may_ask: str = "none"
 
     async def check_task(self, task: Task, field: str) -> None:
         """Raises ``InvalidInput`` whose field begins with ``field``."""
@@ -93,15 +99,19 @@ class Catalogs:
         if name not in self.runtimes:
             if name in runtime_names():
                 raise InvalidInput(
-                    f"the runtime {name!r} can't be used here: it does not work on this machine, or it "
-                    "isolates nothing and this server does not accept that",
+                    f"the runtime {name!r} can't be used here: it does not work on this machine, the "
+                    "settings do not name it, or it isolates nothing and this server does not accept that",
                     field="runtime",
-                    hint="`rollserve doctor` says which; --allow-unsafe-runtime accepts the latter",
+                    hint="`rollserve doctor` says which; the setting workers.runtimes names more; "
+                    "--allow-unsafe-runtime accepts the last",
                 )
             raise UnknownName("runtime", name, self.runtimes, field="runtime")
         if task.image != HOST:  # which most tasks name, and is always there
             await asyncio.to_thread(self.runtimes[name].check_image, task.image)
         await asyncio.to_thread(self._check_limits, task, name)
+        if task.network != "none":
+            report = await asyncio.to_thread(self.runtimes[name].report)
+            check_network(task.network, report, may_ask=self.tasks_may_ask)
         if task.prepare and name not in FROM_IMAGES:
             raise InvalidInput(
                 f"the runtime {name!r} prepares no images", field="prepare", hint="bubblewrap does"
@@ -112,6 +122,31 @@ class Catalogs:
             raise InvalidInput("this agent acts in a sandbox, and the task has none", field="agent.name")
         if name == NO_SANDBOX and self._wants_sandbox(task):
             raise InvalidInput("this grader acts in a sandbox, and the task has none", field="grader.name")
+        await self._check_programs(task, name)
+
+    async def _check_programs(self, task: Task, runtime: str) -> None:
+        """What can be known before a sandbox is made: an image of another kind, or one that commands or a
+        ``PATH`` of the task's change, is looked into by the attempt."""
+        entry, options = await self.agents.resolve(task.agent), dict(task.agent.options)
+        if runtime not in ON_HOST or not entry.acts_inside:
+            return
+        mounts = await asyncio.to_thread(entry.mounts, options)
+        if mounts and runtime not in FROM_IMAGES:
+            raise InvalidInput(
+                f"the runtime {runtime!r} mounts nothing, and {entry.name!r} is to be mounted",
+                field="runtime",
+                hint='use bubblewrap, or the agent\'s option "provide": "image" with its program on PATH',
+            )
+        if task.image != HOST or task.prepare or "PATH" in task.env:
+            return
+        missing = await asyncio.to_thread(_not_found, entry, options)
+        if missing:
+            raise InvalidInput(
+                f"{entry.name!r} is not installed: no {', '.join(missing)} in the folder of harnesses, "
+                "nor on the PATH that sandboxes have of this machine",
+                field="agent.name",
+                hint=entry.remedy,
+            )
 
     def _check_limits(self, task: Task, runtime: str) -> None:
         """Blocking."""
@@ -131,6 +166,11 @@ class Catalogs:
         return bool(task.grader.name == "command" or task.grader.options.get("carry"))
 
 
+def _not_found(entry: AgentEntry, options: dict[str, Any]) -> list[str]:
+    """Blocking."""
+    return [name for name in entry.programs(options) if shutil.which(name, path=STANDARD_PATH) is None]
+
+
 def make_catalogs(settings: Settings, hosts: ZygoteHosts) -> Catalogs:
     return Catalogs(
         agents=AgentCatalog(hosts, harness_dir=settings.harness_folder),
@@ -139,11 +179,12 @@ def make_catalogs(settings: Settings, hosts: ZygoteHosts) -> Catalogs:
         runtimes=make_runtimes(settings),
         default_runtime=settings.workers.runtime,
         allow_unheld_limits=settings.workers.allow_unheld_limits,
+        tasks_may_ask=settings.network.tasks_may_ask,
     )
 
 
 def runtime_reports(settings: Settings) -> list[RuntimeReport]:
     """Of every runtime there is, usable or not."""
     folder = settings.data_dir.absolute() / "runtimes"
-    cgroup = settings.workers.cgroup
-    return [make_runtime(name, folder, cgroup=cgroup).report() for name in runtime_names()]
+    options = runtime_options(settings)
+    return [make_runtime(name, folder, options).report() for name in runtime_names()]

@@ -1,12 +1,14 @@
-"""Looking at an inference server, or at a policy's chat template, once."""
+"""Looking at an inference server, or at a policy's tokenizer and chat template, once."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 
 from rollserve.backend.registry import list_models, make_backend
 from rollserve.errors import InvalidInput, RollserveError
+from rollserve.gateway.tokenizer_files import TINY
 from rollserve.records.policy import (
     BackendInfo,
     BackendKind,
@@ -20,6 +22,9 @@ LOOK_WITHIN_S = 30.0
 
 TEMPLATE_WITHIN_S = 180.0
 """For the import of a renderer, a large tokenizer from a hub, and the probe itself."""
+
+TOKENIZER_WITHIN_S = 45.0
+"""For a tokenizer's download and its loading: well within what clients wait for an answer."""
 
 _SHOWN_CHARS = 500
 
@@ -49,27 +54,58 @@ async def identify(url: str) -> BackendInfo:
     raise InvalidInput("; ".join(complaints), field="url")
 
 
+async def check_tokenizer(name: str, *, within_s: float = TOKENIZER_WITHIN_S) -> None:
+    """Raises ``InvalidInput`` (field ``tokenizer``) when it can't be loaded here in time."""
+    if name == TINY:
+        return
+    try:
+        code, found, said = await _apart("tokenizer_check", name, within_s)
+    except TimeoutError:
+        raise InvalidInput(
+            f"the tokenizer {name!r} could not be loaded within {within_s:g} s",
+            field="tokenizer",
+            hint="download it first, and give its folder",
+        ) from None
+    if code == 1 and found:
+        problem = json.loads(found)
+        raise InvalidInput(problem["message"], field="tokenizer", hint=problem["hint"])
+    if code:
+        raise InvalidInput(f"loading {name!r} failed: {_last_words(said, code)}", field="tokenizer")
+
+
 async def probe_template(spec: PolicySpec) -> TemplateFinding:
-    """In a process of its own, ended within ``TEMPLATE_WITHIN_S`` or when this is cancelled."""
+    """Never raises for what the template is like; ended within ``TEMPLATE_WITHIN_S``."""
+    try:
+        code, found, said = await _apart("template_probe", spec.model_dump_json(), TEMPLATE_WITHIN_S)
+    except TimeoutError:
+        return _unknown(f"the probe did not end within {TEMPLATE_WITHIN_S:g} s")
+    if code:
+        return _unknown(_last_words(said, code))
+    return TemplateFinding.model_validate_json(found)
+
+
+async def _apart(module: str, asked: str, within_s: float) -> tuple[int, bytes, bytes]:
+    """A module of the gateway in a process of its own: exit code, output, complaints. It is ended when
+    this is cancelled or takes too long (``TimeoutError``)."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rollserve.gateway.template_probe"),
+        *(sys.executable, "-m", f"rollserve.gateway.{module}"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        async with asyncio.timeout(TEMPLATE_WITHIN_S):
-            found, said = await process.communicate(spec.model_dump_json().encode())
-    except TimeoutError:
-        return _unknown(f"the probe did not end within {TEMPLATE_WITHIN_S:g} s")
+        async with asyncio.timeout(within_s):
+            found, said = await process.communicate(asked.encode())
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if process.returncode != 0:
-        words = said.decode(errors="replace").strip().splitlines()
-        return _unknown(words[-1][:_SHOWN_CHARS] if words else f"exit code {process.returncode}")
-    return TemplateFinding.model_validate_json(found)
+    return process.returncode or 0, found, said
+
+
+def _last_words(said: bytes, code: int) -> str:
+    words = said.decode(errors="replace").strip().splitlines()
+    return words[-1][:_SHOWN_CHARS] if words else f"exit code {code}"
 
 
 def _unknown(why: str) -> TemplateFinding:

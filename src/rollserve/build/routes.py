@@ -16,6 +16,7 @@ from rollserve.gateway.asgi import ASGIApp
 from rollserve.gateway.base import Session
 from rollserve.gateway.route import only_session
 from rollserve.rollouts.worker_ports import ServeSession
+from rollserve.sandbox.accepting import accept_all
 
 IDLE_CONNECTIONS = 64
 CLOSE_S = 2.0
@@ -42,16 +43,20 @@ def session_routes(app: ASGIApp, *, keep_alive_s: int = 75) -> ServeSession:
         state = ServerState()
         connect = bounded_connections(IdleBounds(connections=IDLE_CONNECTIONS))
 
-        def accept() -> asyncio.Protocol:
+        def answer() -> asyncio.Protocol:
             return connect(config=config, server_state=state, app_state={})
+
+        async def accept(connection: socket.socket) -> None:
+            await asyncio.get_running_loop().connect_accepted_socket(answer, connection)
 
         url = f"{url_of(sock)}/s/{session.id}/v1"
         with sock:
-            server = await asyncio.get_running_loop().create_server(accept, sock=sock)
+            accepting = asyncio.create_task(accept_all(sock, accept), name=f"route-{session.id}")
             try:
                 yield url
             finally:
-                server.close()
+                accepting.cancel()
+                await asyncio.gather(accepting, return_exceptions=True)
                 await _finish(state)
 
     return serve

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from rollserve.backend.engine_control import make_control
 from rollserve.backend.registry import make_backend
+from rollserve.build.callbacks import CallbackPoster
 from rollserve.build.catalogs import make_catalogs, make_hosts
-from rollserve.build.probes import probe, probe_template
+from rollserve.build.probes import check_tokenizer, probe, probe_template
 from rollserve.build.worker import make_payloads, stage_slots, worker_command
 from rollserve.config import Settings
 from rollserve.errors import ConfigError
@@ -27,6 +28,7 @@ from rollserve.store.base import Store
 from rollserve.store.ops.groups import MAX_TASK_CHARS
 from rollserve.store.sql import SqlStore
 from rollserve.store.task_file import open_task_file
+from rollserve.usercode.curriculum import HostedCurriculum
 from rollserve.usercode.filters import HostedFilters
 
 MAX_SOCKET_PATH = 80
@@ -99,6 +101,8 @@ async def open_coordinator(settings: Settings) -> AsyncIterator[tuple[Coordinato
         await store.open()
         stack.push_async_callback(store.close)
         filters = HostedFilters(hosts)
+        poster = CallbackPoster(settings.delivery.callback_networks)
+        stack.push_async_callback(poster.close)
         coordinator = Coordinator(
             Ports(
                 store=store,
@@ -109,11 +113,14 @@ async def open_coordinator(settings: Settings) -> AsyncIterator[tuple[Coordinato
                 probe_backend=probe,
                 open_backend=make_backend,
                 open_control=make_control,
+                check_tokenizer=check_tokenizer,
                 probe_template=probe_template,
                 build_samples=build_samples,
                 open_tasks=partial(open_task_file, settings.source_dir),
-                check_filter=filters.check,
+                check_function=filters.check,
                 keeps=filters.keeps,
+                next_tasks=HostedCurriculum(hosts).next_tasks,
+                poster=poster,
             )
         )
         stack.push_async_callback(coordinator.stop, settings.workers.shutdown_grace_s)

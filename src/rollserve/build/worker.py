@@ -15,14 +15,16 @@ from rollserve.backend.pool import BackendPool
 from rollserve.build.catalogs import Catalogs, make_catalogs, make_hosts
 from rollserve.build.http import HttpServer, bind, url_of
 from rollserve.build.logs import configure_logs
+from rollserve.build.network import make_egress
 from rollserve.build.process import tune_process
 from rollserve.build.routes import session_routes
-from rollserve.config import BackendsSettings, Settings
+from rollserve.config import BackendsSettings, GatewaySettings, Settings
 from rollserve.executor.base import BackendReport, FromWorker
 from rollserve.executor.channel import Launch
 from rollserve.executor.worker_main import follow_parent, read_launch, serve
 from rollserve.gateway.bound import bounded
 from rollserve.gateway.http import make_app
+from rollserve.gateway.images import ImageBounds
 from rollserve.gateway.policies import PoolFactory
 from rollserve.gateway.service import GatewayService
 from rollserve.records.policy import Policy
@@ -57,6 +59,8 @@ def _pools(asked: BackendsSettings, tell: Tell) -> PoolFactory:
         silent_s=asked.silent_s,
         slow_start_s=asked.slow_start_s,
         concurrency=asked.concurrency,
+        outlier_ratio=asked.outlier_ratio,
+        routing=asked.routing,
     )
 
     def report(backend_id: str, ok: bool, detail: str) -> None:
@@ -73,7 +77,7 @@ async def open_workplace(settings: Settings, tell: Tell) -> AsyncIterator[Workpl
     """``tell`` is handed what the backend pools see. Leaving closes gateway, code hosts, sandboxes."""
     hosts = make_hosts(settings)
     catalogs = make_catalogs(settings, hosts)
-    gateway = GatewayService(_pools(settings.backends, tell))
+    gateway = GatewayService(_pools(settings.backends, tell), images=image_bounds(settings.gateway))
     sock = bind(settings.workers.gateway_host, 0)
     app = bounded(make_app(gateway, max_body_bytes=settings.api.max_body_mb << 20), most_calls(settings))
     http = HttpServer(app, sock)
@@ -88,6 +92,7 @@ async def open_workplace(settings: Settings, tell: Tell) -> AsyncIterator[Workpl
         graders=catalogs.graders,
         open_toolbox=catalogs.tools.open,
         serve_session=session_routes(app),
+        open_network=make_egress(settings).serve,
     )
     try:
         await hosts.start()
@@ -108,6 +113,14 @@ def with_spares(runtimes: Mapping[str, Runtime], *, most: int) -> dict[str, Runt
         name: WarmRuntime(runtime, most=most, clock=clock) if isinstance(runtime, SpareMaker) else runtime
         for name, runtime in runtimes.items()
     }
+
+
+def image_bounds(settings: GatewaySettings) -> ImageBounds:
+    return ImageBounds(
+        image_bytes=settings.image_mb << 20,
+        request_images=settings.request_images,
+        session_bytes=settings.session_images_mb << 20,
+    )
 
 
 def most_calls(settings: Settings) -> int:

@@ -1,5 +1,6 @@
-"""The command line: ``rollserve serve | try | submit | status | show | cancel | drift | verify | image |
-bench | doctor``."""
+"""The command line: ``rollserve serve | try | submit | status | show | cancel | run | policy | evaluate |
+regrade | export | callback | drift | verify | image | bench | doctor``. ``edge`` is where commands begin and
+their errors end."""
 
 
 def main() -> None:

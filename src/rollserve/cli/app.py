@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
-import sys
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from rollserve import __version__
+from rollserve.cli.edge import run_app, run_async
 from rollserve.cli.image_app import app as image_app
-from rollserve.cli.options import Config, Json
-from rollserve.cli.output import fail
-from rollserve.config import client_environment
-from rollserve.errors import RollserveError
+from rollserve.cli.options import Config, Json, Key, Url, connection
+from rollserve.cli.policy_app import app as policy_app
+from rollserve.cli.run_app import app as runs_app
 
 app = typer.Typer(
     name="rollserve",
@@ -26,23 +22,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.add_typer(runs_app, name="run")
+app.add_typer(policy_app, name="policy")
 app.add_typer(image_app, name="image")
-
-DEFAULT_URL = "http://127.0.0.1:8700"
-Url = Annotated[str | None, typer.Option("--url", help=f"Server; else ROLLSERVE_URL, else {DEFAULT_URL}.")]
-Key = Annotated[str | None, typer.Option("--api-key", help="API key; else ROLLSERVE_API_KEY.")]
-
-
-def connection(url: str | None, key: str | None) -> tuple[str, str | None]:
-    """Flags win over the environment, and that over the default."""
-    env_url, env_key = client_environment()
-    return url or env_url or DEFAULT_URL, key or env_key
-
-
-def run_async(work: Coroutine[Any, Any, int | None]) -> None:
-    code = asyncio.run(work)
-    if code:
-        raise typer.Exit(code)
 
 
 def _version(show: bool) -> None:
@@ -110,6 +92,7 @@ def try_(
         list[str] | None,
         typer.Option("--renderer-option", help="Of --renderer, e.g. enable_thinking=false; repeatable."),
     ] = None,
+    code_dir: Annotated[Path | None, typer.Option(help="Folder of your agents, graders, tools.")] = None,
     keep: Annotated[
         bool, typer.Option("--shell", help="Without a reward above 0, open a shell in the sandbox.")
     ] = False,
@@ -124,11 +107,12 @@ def try_(
 ) -> None:
     """Run one rollout here, with live output."""
     from rollserve.cli.settings import flags
+    from rollserve.cli.tasks import parse_task, read_text
     from rollserve.cli.try_task import Target, try_task
 
+    played = parse_task(read_text(task), str(task))
     target = Target(
-        url=connection(url, api_key)[0],
-        api_key=connection(url, api_key)[1],
+        where=connection(url, api_key),
         policy=policy,
         backend=backend,
         kind=kind,
@@ -138,8 +122,10 @@ def try_(
         renderer_options=flags({}, renderer_option or [], flag="--renderer-option"),
         temperature=temperature,
     )
-    unsafe = allow_unsafe_runtime
-    run_async(try_task(task, target, config=config, shell=keep, allow_unsafe=unsafe, as_json=as_json))
+    overrides = flags(
+        {"code_dir": code_dir, "workers.allow_unsafe_runtime": allow_unsafe_runtime or None}, []
+    )
+    run_async(try_task(played, target, config=config, overrides=overrides, shell=keep, as_json=as_json))
 
 
 @app.command()
@@ -154,11 +140,12 @@ def submit(
     api_key: Key = None,
     as_json: Json = False,
 ) -> None:
-    """Submit a file of tasks."""
-    from rollserve.cli.talk import submit as submit_
+    """Submit a file of tasks. With --wait: exit code 3 when a rollout failed, 4 when one was cancelled."""
+    from rollserve.cli.submit import submit as submit_
+    from rollserve.cli.tasks import read_tasks
 
-    where = connection(url, api_key)
-    run_async(submit_(where, file, policy, num_rollouts, name=name, run_id=run, wait=wait, as_json=as_json))
+    where, tasks = connection(url, api_key), read_tasks(file)
+    run_async(submit_(where, tasks, policy, num_rollouts, name=name, run_id=run, wait=wait, as_json=as_json))
 
 
 @app.command()
@@ -169,7 +156,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """What the server, or one run, is doing."""
-    from rollserve.cli.talk import status as status_
+    from rollserve.cli.status import status as status_
 
     run_async(status_(connection(url, api_key), run, as_json=as_json))
 
@@ -183,7 +170,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """One rollout: state, attempts, conversation."""
-    from rollserve.cli.talk import show as show_
+    from rollserve.cli.show import show as show_
 
     run_async(show_(connection(url, api_key), rollout, log=log, as_json=as_json))
 
@@ -200,6 +187,41 @@ def drift(
     from rollserve.cli.drift import drift as drift_
 
     run_async(drift_(connection(url, api_key), target, cause=cause, as_json=as_json))
+
+
+@app.command()
+def evaluate(
+    run: Annotated[str, typer.Argument(help="Id of a run.")],
+    compare: Annotated[str | None, typer.Option("--compare", help="Id of a run to compare it with.")] = None,
+    k: Annotated[str, typer.Option("--k", "-k", help="Of pass@k; several by comma: 1,4,8.")] = "1",
+    threshold: Annotated[float, typer.Option(help="A rollout passes with this reward or more.")] = 1.0,
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.9999, help="Of the intervals.")] = 0.95,
+    url: Url = None,
+    api_key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """Mean reward and pass@k of a run, with intervals; or how it differs from another."""
+    from rollserve.cli.evaluate import How
+    from rollserve.cli.evaluate import evaluate as evaluate_
+
+    how = How.of(k, threshold, confidence)
+    run_async(evaluate_(connection(url, api_key), run, compare, how, as_json=as_json))
+
+
+@app.command()
+def callback(
+    run: Annotated[str, typer.Argument(help="Id of a run with a callback.")],
+    resend: Annotated[
+        bool, typer.Option("--resend", help="Send what was given up again; a stopped callback goes on.")
+    ] = False,
+    url: Url = None,
+    api_key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """What a run's callback was sent, and what is stuck."""
+    from rollserve.cli.callback import callback as callback_
+
+    run_async(callback_(connection(url, api_key), run, resend=resend, as_json=as_json))
 
 
 @app.command()
@@ -231,6 +253,48 @@ def verify(
 
 
 @app.command()
+def regrade(
+    run: Annotated[str, typer.Argument(help="Id of a run.")],
+    grader: Annotated[str, typer.Option(help="A registered grader, or package.module:function.")],
+    option: Annotated[
+        list[str] | None, typer.Option("--option", help="Of the grader, e.g. answer=42; repeatable.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Show progress until it has ended.")] = True,
+    url: Url = None,
+    api_key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """Grade a run's stored attempts once more; their own rewards stay. Exit code 1 if some can't be."""
+    from rollserve.cli.replay import regrade as regrade_
+    from rollserve.cli.settings import flags
+    from rollserve.records.task import GraderSpec
+
+    spec = GraderSpec(name=grader, options=flags({}, option or [], flag="--option"))
+    run_async(regrade_(connection(url, api_key), run, spec, wait=wait, as_json=as_json))
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(help="Id of a run.")],
+    out: Annotated[Path | None, typer.Option(help="File of samples, one a line as JSON.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Otherwise than the run, e.g. sequences=calls; repeatable."),
+    ] = None,
+    url: Url = None,
+    api_key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """Make a run's samples anew from what was stored, without running a model."""
+    from rollserve.cli.replay import export as export_
+    from rollserve.cli.replay import settings_of
+    from rollserve.cli.settings import flags
+
+    settings = settings_of(flags({}, set_ or []))
+    run_async(export_(connection(url, api_key), run, settings, out, as_json=as_json))
+
+
+@app.command()
 def cancel(
     target: Annotated[str, typer.Argument(help="Id of a rollout or a group.")],
     url: Url = None,
@@ -238,7 +302,7 @@ def cancel(
     as_json: Json = False,
 ) -> None:
     """Cancel a rollout or a whole group."""
-    from rollserve.cli.talk import cancel as cancel_
+    from rollserve.cli.show import cancel as cancel_
 
     run_async(cancel_(connection(url, api_key), target, as_json=as_json))
 
@@ -283,13 +347,4 @@ def doctor(
 
 
 def run() -> None:
-    """Errors of ours are one line and exit code 1; anything else is a traceback."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a command started ends with it
-    try:
-        app()
-    except RollserveError as error:
-        where = f"{error.field}: " if error.field else ""
-        fail(f"{where}{error.message}", hint=error.hint)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_app(app)

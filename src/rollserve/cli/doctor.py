@@ -7,16 +7,20 @@ import importlib.util
 import os
 import platform
 import resource
+import shlex
 import shutil
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rollserve import config
+from rollserve import config, installing
+from rollserve.agent.harness.base import is_installed
+from rollserve.agent.harness.table import HARNESSES
 from rollserve.build.catalogs import NO_SANDBOX, runtime_reports
 from rollserve.build.probes import identify
 from rollserve.cli.output import out, print_json
 from rollserve.errors import ConfigError, RollserveError
-from rollserve.sandbox.base import RuntimeReport
+from rollserve.sandbox.base import STANDARD_PATH, RuntimeReport
 
 OPEN_FILES_WANTED = 8192
 FREE_DISK_WANTED_GB = 2.0
@@ -64,13 +68,17 @@ def _runtime(report: RuntimeReport, default: str) -> Finding:
     if report.per_process:
         enforced += f"; for each of its processes: {', '.join(report.per_process)}"
     if not report.isolated and report.name != NO_SANDBOX:
-        return Finding(label, "note", f"UNSAFE: isolates nothing{enforced}", "for trusted tasks only")
+        unsafe = "" if report.detail.startswith("UNSAFE") else "UNSAFE, claims no isolation: "
+        return Finding(label, "note", f"{unsafe}{report.detail}{enforced}", "for trusted tasks only")
     return Finding(label, "ok", f"{report.detail or 'works'}{enforced}")
 
 
 def _extras() -> list[Finding]:
     wanted = {
+        "kubernetes": ("lightkube", "runtime `kubernetes`"),
         "math": ("math_verify", "grader `math`"),
+        "mcp": ("mcp", "tools of MCP servers"),
+        "remote": ("swerex", "runtime `remote`"),
         "local": ("torch", "local inference server"),
         "train": ("torch", "GRPO trainer"),
     }
@@ -79,16 +87,38 @@ def _extras() -> list[Finding]:
         if importlib.util.find_spec(module):
             findings.append(Finding(f"extra {extra}", "ok", f"{what}: installed"))
         else:
-            remedy = f"pip install 'rollserve[{extra}]'"
+            remedy = installing.extra(extra)
             findings.append(Finding(f"extra {extra}", "note", f"{what}: not installed", remedy))
     return findings
+
+
+def _harnesses(folder: Path) -> Finding:
+    """Command-line agents: in their folder, for mounting, or among this machine's programs."""
+    mounted = [name for name, each in HARNESSES.items() if is_installed(each, folder)]
+    on_path = [
+        name
+        for name, each in HARNESSES.items()
+        if name not in mounted and shutil.which(each.program, path=STANDARD_PATH)
+    ]
+    found = [f"in {folder}: {', '.join(mounted)}"] if mounted else []
+    if on_path:
+        found.append(f"on the PATH of the image `host`: {', '.join(on_path)}")
+    missing = [name for name in HARNESSES if name not in (*mounted, *on_path)]
+    if not missing:
+        return Finding("harnesses", "ok", "; ".join(found))
+    command = f"{shlex.quote(sys.executable)} -m rollserve.agent.harness.install"
+    remedy = (
+        f"{command} --into {shlex.quote(str(folder))} {missing[0]}   (needed only for tasks that name one)"
+    )
+    found.append(f"not installed: {', '.join(missing)}")
+    return Finding("harnesses", "ok" if mounted or on_path else "note", "; ".join(found), remedy)
 
 
 async def _backend(url: str) -> Finding:
     try:
         info = await identify(url)
     except RollserveError as error:
-        return Finding(f"backend {url}", "problem", str(error), "is the server up, and the URL its root?")
+        return Finding(f"backend {url}", "problem", error.message, error.hint or "")
     text = f"{info.engine}, serves {', '.join(info.models)}, logprobs {info.logprobs_mode}"
     level = "note" if info.warnings else "ok"
     return Finding(f"backend {url}", level, text, "; ".join(info.warnings))
@@ -112,6 +142,7 @@ async def doctor(path: Path | None, backends: list[str], *, as_json: bool) -> in
     default = settings.workers.runtime
     findings += [_runtime(report, default) for report in runtime_reports(settings)]
     findings += _extras()
+    findings.append(_harnesses(settings.harness_folder))
     findings += await asyncio.gather(*(_backend(url) for url in backends))
     worst = any(finding.level == "problem" for finding in findings)
     if as_json:

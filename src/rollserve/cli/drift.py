@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.markup import escape
-
+from rollserve.cli.connect import connect
+from rollserve.cli.options import Where
 from rollserve.cli.output import counted, out, print_json, table
-from rollserve.cli.talk import PATIENCE_S, Where
-from rollserve.client import Client
 from rollserve.records.drift import DriftCause, RolloutDrift
 
 SHOWN = 20
@@ -16,7 +14,7 @@ SHOWN = 20
 
 
 async def drift(where: Where, target: str, *, cause: str | None, as_json: bool) -> int:
-    async with Client(*where, patience_s=PATIENCE_S) as client:
+    async with connect(where) as client:
         if target.startswith("run_"):
             found = [each async for each in client.drift(target, cause=cause)]
             _of_run(target, found, as_json=as_json)
@@ -75,7 +73,7 @@ def _of_rollout(rollout_id: str, every: list[dict[str, Any]], *, as_json: bool) 
     rows = []
     for each in every[:SHOWN]:
         place = each["drift"]
-        was, is_now = (escape(repr(place.get(name, ""))) for name in ("expected_text", "found_text"))
+        was, is_now = (repr(place.get(name, "")) for name in ("expected_text", "found_text"))
         kept = "yes" if place.get("absorbed") else "no"
         rows.append((each["call_id"], place["cause"], kept, place.get("at_token"), was, is_now))
     if rows:

@@ -6,7 +6,6 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from rollserve import config
 from rollserve.build.images import image_runtime
-from rollserve.cli.output import counted, err, out, print_json, table
+from rollserve.cli.output import counted, err, local_time, out, print_json, table
 from rollserve.cli.settings import flags
 from rollserve.errors import InvalidInput
 from rollserve.sandbox.images.base import Image, Job, Report
@@ -78,7 +77,7 @@ async def show(settings: config.Settings, *, as_json: bool) -> None:
         (
             one["id"][:_SHORT],
             _size(one["size_bytes"]),
-            _time(one["used_at"]),
+            local_time(one["used_at"]),
             ", ".join(one["names"]),
             one["source"],
         )
@@ -187,7 +186,3 @@ def _size(size_bytes: int) -> str:
     if size_bytes >= 10**9:
         return f"{size_bytes / 1e9:.1f} GB"
     return f"{size_bytes / 1e6:.1f} MB"
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rollserve.cli.edge import run_async
 from rollserve.cli.options import Config, Json
 
 app = typer.Typer(help="Sandbox images: what is in the cache of this machine.", no_args_is_help=True)
@@ -34,7 +34,7 @@ def add(
     from rollserve.cli.image import add as add_
     from rollserve.cli.image import load
 
-    asyncio.run(add_(load(config, data_dir), reference, name=name, refresh=refresh, as_json=as_json))
+    run_async(add_(load(config, data_dir), reference, name=name, refresh=refresh, as_json=as_json))
 
 
 @app.command()
@@ -59,7 +59,7 @@ def build(
     from rollserve.cli.image import load, plan
 
     steps = plan(folder, file, build_arg or [], network=network)
-    asyncio.run(build_(load(config, data_dir), steps, name=name, as_json=as_json))
+    run_async(build_(load(config, data_dir), steps, name=name, as_json=as_json))
 
 
 @app.command("list")
@@ -67,7 +67,7 @@ def list_(data_dir: DataDir = None, config: Config = None, as_json: Json = False
     """What is there, the last used first."""
     from rollserve.cli.image import load, show
 
-    asyncio.run(show(load(config, data_dir), as_json=as_json))
+    run_async(show(load(config, data_dir), as_json=as_json))
 
 
 @app.command()
@@ -85,4 +85,4 @@ def prune(
     from rollserve.cli.image import prune as prune_
 
     wanted = 0.0 if everything else max_gb
-    asyncio.run(prune_(load(config, data_dir), wanted, as_json=as_json))
+    run_async(prune_(load(config, data_dir), wanted, as_json=as_json))

@@ -18,15 +18,16 @@ from typing import Any
 
 import msgspec
 
-from rollserve import config
-from rollserve.build.probes import probe
+from rollserve.build.probes import check_tokenizer, probe
 from rollserve.build.worker import Workplace, open_workplace, stage_slots
-from rollserve.cli.output import err, fail, out, print_json
-from rollserve.cli.talk import PATIENCE_S, parse_task, print_message, read_text
-from rollserve.client import Client
-from rollserve.config import Settings
+from rollserve.cli.connect import connect
+from rollserve.cli.options import Where
+from rollserve.cli.output import err, fail, first_line, out, print_json
+from rollserve.cli.show import print_message
+from rollserve.config import Settings, load
 from rollserve.errors import InvalidInput, UnknownName
 from rollserve.executor.base import BackendReport, FromWorker, PolicyView, StartAttempt
+from rollserve.gateway.rendering import check_renderer
 from rollserve.records.call import Call, Message
 from rollserve.records.policy import Backend, BackendKind, BackendSpec, Policy, PolicySpec, RendererSpec
 from rollserve.records.rollout import Attempt, Stage
@@ -37,18 +38,18 @@ from rollserve.rollouts.policies import backend_json
 from rollserve.rollouts.stages import StagePools
 from rollserve.rollouts.worker_ports import Keeper
 from rollserve.sandbox.base import Sandbox
-from rollserve.store.base import SealedPayload, Segment
+from rollserve.store.base import EndState, SealedPayload, Segment
 
 KEEP_S = 24 * 3600.0
 PROMPT = "sandbox> "
+_SHOWN_OTHERWISE = ("stage: ", "ended: ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where the model is: ``policy`` of the server at ``url``, or ``backend`` with its details."""
+    """Where the model is: ``policy`` of the server at ``where``, or ``backend`` with its details."""
 
-    url: str
-    api_key: str | None
+    where: Where
     policy: str | None
     backend: str | None
     kind: str
@@ -60,14 +61,23 @@ class Target:
 
 
 async def _from_server(target: Target, name: str) -> tuple[Policy, list[Backend]]:
-    async with Client(target.url, target.api_key, patience_s=PATIENCE_S) as client:
+    async with connect(target.where) as client:
         policy, backends = await client.policy(name), await client.backends(name)
     if any(backend.spec.api_key is not None for backend in backends):
         raise InvalidInput(
             f"a backend of {name!r} wants a key, which the server does not hand out",
             hint="name the inference server itself: --backend URL --model NAME --tokenizer DIR",
         )
+    await _check_readable(policy.spec)
     return policy, backends
+
+
+async def _check_readable(spec: PolicySpec) -> None:
+    """Before anything starts: the tokenizer is read on this machine. Raises ``InvalidInput``."""
+    if spec.interface == "tokens":
+        await asyncio.to_thread(check_renderer, spec.renderer)
+        if spec.tokenizer is not None:
+            await check_tokenizer(spec.tokenizer)
 
 
 async def _from_backend(target: Target, url: str) -> tuple[Policy, list[Backend]]:
@@ -76,7 +86,6 @@ async def _from_backend(target: Target, url: str) -> tuple[Policy, list[Backend]
     spec = BackendSpec(url=url, kind=BackendKind(target.kind))
     if not target.model or (not target.tokenizer and spec.kind.interface != "text"):
         raise InvalidInput("--backend needs --model and --tokenizer too")
-    info = await probe(spec, target.model)
     renderer = RendererSpec(name=target.renderer, options=target.renderer_options)
     policy = Policy(
         spec=PolicySpec(
@@ -87,6 +96,8 @@ async def _from_backend(target: Target, url: str) -> tuple[Policy, list[Backend]
             renderer=renderer,
         )
     )
+    await _check_readable(policy.spec)
+    info = await probe(spec, target.model)
     return policy, [Backend(id="be_try", policy="try", spec=spec, info=info)]
 
 
@@ -119,14 +130,17 @@ class LiveSegment:
 
     def append_log(self, line: str) -> None:
         self._inner.append_log(line)
-        if not self._quiet and line.strip() and not line.startswith("stage: "):
-            err.print(f"· {line}", style="dim", markup=False)
+        if not self._quiet and line.strip() and not line.startswith(_SHOWN_OTHERWISE):
+            err.print(f"· {line}", style="dim", markup=False, soft_wrap=True)
 
     def append_artifact(self, path: str, data: bytes) -> None:
         self._inner.append_artifact(path, data)
 
     def append_call_rewards(self, rewards: dict[str, float]) -> None:
         self._inner.append_call_rewards(rewards)
+
+    def append_end(self, end: EndState) -> None:
+        self._inner.append_end(end)
 
     async def seal(self) -> SealedPayload:
         return await self._inner.seal()
@@ -218,12 +232,17 @@ async def _play(
 
 
 async def try_task(
-    file: Path, target: Target, *, config: Path | None, shell: bool, allow_unsafe: bool, as_json: bool
+    task: Task,
+    target: Target,
+    *,
+    config: Path | None,
+    overrides: dict[str, Any],
+    shell: bool,
+    as_json: bool,
 ) -> int:
     """Exit code 0 when the rollout was graded."""
-    task = parse_task(await asyncio.to_thread(read_text, file), str(file))
     with tempfile.TemporaryDirectory(prefix="rollserve-try-") as folder:
-        settings = _settings(config, Path(folder), allow_unsafe=allow_unsafe)
+        settings = _in(Path(folder), load(config=config, overrides=overrides))
         policy, backends = await find_model(target)
         view = PolicyView(
             revision=time.time_ns(),
@@ -236,6 +255,12 @@ async def try_task(
             place.gateway.update_policy(view)
             attempt = await _play(place, settings, _start(task, policy, target), keep=shell, quiet=as_json)
     return _conclude(attempt, as_json=as_json)
+
+
+def _in(folder: Path, settings: Settings) -> Settings:
+    """All is written to ``folder`` but images: those stay where a server keeps them, for the next try."""
+    images = settings.images.model_copy(update={"dir": settings.image_folder})
+    return settings.model_copy(update={"data_dir": folder, "images": images})
 
 
 def _warn(place: Workplace, task: Task) -> None:
@@ -251,14 +276,6 @@ def _tell(message: FromWorker) -> None:
         err.print(f"· the backend {state}", style="yellow", markup=False)
 
 
-def _settings(path: Path | None, folder: Path, *, allow_unsafe: bool) -> Settings:
-    """This machine's settings, with data in a folder that goes away."""
-    overrides: dict[str, Any] = {"data_dir": folder}
-    if allow_unsafe:
-        overrides["workers"] = {"allow_unsafe_runtime": True}
-    return config.load(config=path, overrides=overrides)
-
-
 def _conclude(attempt: Attempt | None, *, as_json: bool) -> int:
     if attempt is None:
         fail("the rollout was abandoned")
@@ -266,7 +283,8 @@ def _conclude(attempt: Attempt | None, *, as_json: bool) -> int:
     if as_json:
         print_json(attempt.model_dump(mode="json"))
     else:
-        what = f"reward {attempt.reward}" if attempt.failure is None else f"{attempt.failure.message}"
+        failure = attempt.failure  # the log, which was shown, has all of it
+        what = f"reward {attempt.reward}" if failure is None else first_line(failure.message)
         kind = "" if attempt.failure is None else f" ({attempt.failure.kind.value})"
         mark = f", truncated by {attempt.truncated_by}" if attempt.truncated_by else ""
         out.print(

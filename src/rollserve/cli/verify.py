@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+from rollserve.cli.connect import connect
+from rollserve.cli.options import Where
 from rollserve.cli.output import counted, out, print_json, table
-from rollserve.cli.talk import PATIENCE_S, Where
 from rollserve.client import Client
 from rollserve.records.verification import Finding, Verification
 
@@ -16,7 +17,7 @@ SHOWN = 20
 async def verify(where: Where, target: str, *, as_json: bool, **asked: str | float | bool | None) -> int:
     """1 when something is wrong, or nothing was there to look at."""
     every: list[Verification] = []
-    async with Client(*where, patience_s=PATIENCE_S) as client:
+    async with connect(where) as client:
         async for rollout_id in _rollouts(client, target):
             every.append(await client.verify(rollout_id, **asked))
     ok = bool(every) and all(each.ok for each in every)

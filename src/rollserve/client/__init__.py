@@ -7,20 +7,29 @@
 ...         train(group.samples)
 """
 
-from rollserve.client.delivery import FinishedGroup, FinishedRollout
-from rollserve.client.http import RemoteError
-from rollserve.client.runs import Client, RunHandle
+from rollserve.client.callbacks import Callback
+from rollserve.client.client import Client
+from rollserve.client.delivery import ExportedGroup, FinishedGroup, FinishedRollout
+from rollserve.client.http import RemoteError, Unreachable
+from rollserve.client.runs import RunHandle
 from rollserve.client.sync import SyncClient, SyncRun
 from rollserve.client.updates import UpdateHandle, Updates
+from rollserve.webhooks import new_secret
+from rollserve.webhooks import verify as verify_callback
 
 __all__ = [
+    "Callback",
     "Client",
+    "ExportedGroup",
     "FinishedGroup",
     "FinishedRollout",
     "RemoteError",
     "RunHandle",
     "SyncClient",
     "SyncRun",
+    "Unreachable",
     "UpdateHandle",
     "Updates",
+    "new_secret",
+    "verify_callback",
 ]

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 import msgspec
 
 from rollserve.client.http import RemoteError, Transport
 from rollserve.errors import LeaseLost, QueueFull, RollserveError, StaleEpoch, Unavailable
+from rollserve.records.export import ExportSettings
 from rollserve.records.rollout import Group, Rollout, Stop
 from rollserve.records.sample import Sample, TokenReport
-from rollserve.wire import Delivery, LeaseGroups, from_wire, parse_lease
+from rollserve.wire import (
+    DeliveredRollout,
+    Delivery,
+    ExportGroups,
+    ExportPage,
+    LeaseGroups,
+    TrainerStatus,
+    from_wire,
+    parse_lease,
+)
 
 PATIENCE_S = 60.0
 """How long a stream of groups waits for a server that does not answer."""
@@ -97,6 +107,19 @@ def _spare(rollout: Rollout) -> bool:
     return rollout.failure is not None and rollout.failure.code == Stop.REDUNDANT
 
 
+@dataclass(frozen=True, slots=True)
+class ExportedGroup:
+    """Samples made anew. ``left_out`` says why it has no rollouts."""
+
+    group: Group
+    rollouts: list[FinishedRollout]
+    left_out: str | None = None
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for rollout in self.rollouts for sample in rollout.samples]
+
+
 class Over(Exception):
     """Nothing will come any more."""
 
@@ -108,6 +131,33 @@ def _check_over(delivery: Delivery) -> None:
     if code == "source_failed":
         raise RemoteError(why, code=code, status=200, field="source", hint=None)
     raise Over(why)
+
+
+def _finished(entry: DeliveredRollout) -> FinishedRollout:
+    return FinishedRollout(
+        Rollout.model_validate(entry.rollout),
+        [from_wire(sample) for sample in entry.samples],
+        entry.note,
+        entry.tokens,
+        entry.staleness,
+        entry.stale,
+    )
+
+
+async def export(transport: Transport, run_id: str, settings: ExportSettings) -> AsyncIterator[ExportedGroup]:
+    """All pages. Making samples changes nothing: a request whose answer is lost is sent again."""
+    body = ExportGroups(**settings.model_dump(include=set(ExportSettings.model_fields)))
+    while True:
+        raw = await transport.request(
+            "POST", f"/v1/runs/{run_id}/export", body.model_dump(mode="json"), msgpack=True
+        )
+        page = msgspec.msgpack.decode(raw, type=ExportPage)
+        for item in page.groups:
+            rollouts = [_finished(entry) for entry in item.rollouts]
+            yield ExportedGroup(Group.model_validate(item.group), rollouts, item.left_out)
+        if page.next is None:
+            return
+        body = body.model_copy(update={"cursor": page.next})
 
 
 async def lease(transport: Transport, run_id: str, body: LeaseGroups) -> list[FinishedGroup]:
@@ -122,24 +172,20 @@ async def lease(transport: Transport, run_id: str, body: LeaseGroups) -> list[Fi
         repeatable=False,
     )
     delivery = msgspec.msgpack.decode(raw, type=Delivery)
+    if delivery.lease is None:
+        _check_over(delivery)
+    return groups_of(transport, delivery)
+
+
+def groups_of(transport: Transport, delivery: Delivery) -> list[FinishedGroup]:
+    """What a delivery hands over, by pull or by callback."""
     granted = parse_lease(delivery)
     if granted is None:
-        _check_over(delivery)
         return []
     return [
         FinishedGroup(
             group=Group.model_validate(item.group),
-            rollouts=[
-                FinishedRollout(
-                    Rollout.model_validate(entry.rollout),
-                    [from_wire(s) for s in entry.samples],
-                    entry.note,
-                    entry.tokens,
-                    entry.staleness,
-                    entry.stale,
-                )
-                for entry in item.rollouts
-            ],
+            rollouts=[_finished(entry) for entry in item.rollouts],
             lease_id=granted.id,
             epoch=granted.epoch,
             policy_version=delivery.policy_version,
@@ -147,6 +193,12 @@ async def lease(transport: Transport, run_id: str, body: LeaseGroups) -> list[Fi
         )
         for item in delivery.groups
     ]
+
+
+async def epoch_of(transport: Transport, run_id: str, trainer: str) -> int:
+    """The trainer's epoch now."""
+    raw = await transport.request("GET", f"/v1/runs/{run_id}/trainers/{trainer}")
+    return TrainerStatus.model_validate_json(raw).epoch
 
 
 class GroupStream:
@@ -168,12 +220,17 @@ class GroupStream:
         self._body = LeaseGroups(
             trainer=trainer, epoch=epoch, max_groups=1, wait_s=min(20.0, ttl_s / 3), ttl_s=ttl_s
         )
+        """``epoch`` is set before the first request: a trainer that was rewound by another must not go on
+        under the other's epoch."""
         self._ttl_s = ttl_s
         self._ready: asyncio.Queue[FinishedGroup | BaseException] = asyncio.Queue(maxsize=max(1, prefetch))
         self._held: dict[str, FinishedGroup] = {}
 
     async def _fetch(self) -> None:
         try:
+            if self._body.epoch is None:
+                epoch = await epoch_of(self._transport, self._run_id, self._body.trainer)
+                self._body = self._body.model_copy(update={"epoch": epoch})
             while True:
                 for group in await self._lease():
                     self._held[group.lease_id] = group

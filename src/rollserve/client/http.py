@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import Any
 
 import aiohttp
@@ -34,9 +35,13 @@ class RemoteError(errors.RollserveError):
         self.remote_status = status
 
 
+class Unreachable(errors.Unavailable):
+    """Nothing answered at the server's URL: not the server's own word that it is busy."""
+
+
 def _request_errors(base: type[errors.RollserveError]) -> Iterator[type[errors.RollserveError]]:
     for cls in base.__subclasses__():
-        if not issubclass(cls, errors.EpisodeFailure | RemoteError):
+        if not issubclass(cls, errors.EpisodeFailure | RemoteError | Unreachable):
             yield cls
             yield from _request_errors(cls)
 
@@ -63,16 +68,12 @@ def to_error(status: int, body: bytes, retry_after: str | None) -> errors.Rollse
 
 
 class Transport:
-    """Requests to one server. ``attempts`` bounds tries of a repeatable request, ``patience_s`` the
-    time spent on them."""
+    """Requests to one server. ``patience_s`` bounds the time spent on the tries of a repeatable request."""
 
-    def __init__(
-        self, url: str, api_key: str | None, *, timeout_s: float, attempts: int = 8, patience_s: float = 60.0
-    ) -> None:
+    def __init__(self, url: str, api_key: str | None, *, timeout_s: float, patience_s: float = 60.0) -> None:
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, connect=10)
-        self._attempts = attempts
         self._patience_s = patience_s
         self._session: aiohttp.ClientSession | None = None
 
@@ -109,15 +110,14 @@ class Transport:
         if data is not None:
             sent["Content-Type"] = JSON
         query = {key: str(value) for key, value in (params or {}).items() if value is not None}
-        attempts = self._attempts if repeatable else 1
         deadline = asyncio.get_running_loop().time() + self._patience_s
-        for attempt in range(1, attempts + 1):
+        for attempt in count(1):
             try:
                 return await self._once(method, path, data, query, sent)
             except (errors.QueueFull, errors.Unavailable) as error:
                 delay = error.retry_after_s or backoff_s(attempt, 0.2, 5.0, jitter=random.random())
                 now = asyncio.get_running_loop().time()
-                if attempt == attempts or now + delay > deadline:
+                if not repeatable or now + delay > deadline:
                     raise
                 await asyncio.sleep(delay)
         raise AssertionError("unreachable")
@@ -139,7 +139,7 @@ class Transport:
             ) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-            raise errors.Unavailable(
+            raise Unreachable(
                 f"no answer from {self.url}: {cause or type(cause).__name__}",
                 hint="is the server running? `rollserve serve` starts one",
             ) from error

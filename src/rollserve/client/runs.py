@@ -1,259 +1,27 @@
-"""``Client`` and the handle of a run."""
+"""The handle of a run: submit, take groups, and look at what it found."""
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
-from types import TracebackType
-from typing import Any, Self
+from contextlib import aclosing
 
-import msgspec
-from pydantic import BaseModel
-
-from rollserve.client.delivery import FinishedGroup, GroupStream
-from rollserve.client.http import Transport, to_error
-from rollserve.client.updates import UpdateHandle, Updates, updating
-from rollserve.errors import QueueFull, Unavailable
+from rollserve.client.delivery import ExportedGroup, FinishedGroup, GroupStream, export
+from rollserve.client.http import Transport
+from rollserve.client.listing import pages
+from rollserve.records.callback import CallbackMessage, CallbackStatus, MessageState
 from rollserve.records.control import GroupRule
 from rollserve.records.delivery import Checkpoint
-from rollserve.records.drift import RolloutDrift
-from rollserve.records.event import Event
-from rollserve.records.policy import Backend, Policy
-from rollserve.records.rollout import Attempt, Rollout
+from rollserve.records.evaluation import Comparison, Evaluation, TaskDifference, TaskResult
+from rollserve.records.export import ExportSettings
+from rollserve.records.regrade import Regrade
 from rollserve.records.run import Run
-from rollserve.records.sample import Sample
-from rollserve.records.task import Task
-from rollserve.records.update import UpdateMode
-from rollserve.records.verification import Verification
-from rollserve.wire import (
-    Cancelled,
-    CreatePolicy,
-    GroupBody,
-    GroupStatus,
-    GroupSummary,
-    Listing,
-    OpenRun,
-    RegisterBackend,
-    Rewound,
-    RolloutStatus,
-    RunStatus,
-    ServerStatus,
-    Submitted,
-    WireSample,
-    from_wire,
-)
-
-PAGE = 500
+from rollserve.records.task import GraderSpec, Task
+from rollserve.wire import GroupBody, GroupSummary, Resent, Rewound, RunClosed, RunStatus, Submitted
 
 
-def _plain(model: BaseModel) -> dict[str, Any]:
-    """JSON-compatible data; secrets are sent as what they are."""
-    data = model.model_dump(mode="json", exclude_unset=True)
-    key = getattr(model, "api_key", None)
-    if key is not None:
-        data["api_key"] = key.get_secret_value()
-    return data
-
-
-async def pages(transport: Transport, path: str, **params: str | int | None) -> AsyncIterator[Any]:
-    """The items of a list, page after page."""
-    cursor: str | None = None
-    while True:
-        raw = await transport.request("GET", path, params={"limit": PAGE, **params, "cursor": cursor})
-        page = Listing[Any].model_validate_json(raw)
-        for item in page.items:
-            yield item
-        cursor = page.next
-        if cursor is None:
-            return
-
-
-class Client:
-    """A server, by URL. ``timeout_s`` bounds one request (long polls included), ``patience_s`` the time
-    for which a request that may be sent again is, while the server is busy or away."""
-
-    def __init__(
-        self,
-        url: str = "http://127.0.0.1:8700",
-        api_key: str | None = None,
-        *,
-        timeout_s: float = 120,
-        patience_s: float = 60,
-    ):
-        self._transport = Transport(url, api_key, timeout_s=timeout_s, patience_s=patience_s)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        await self._transport.close()
-
-    # -- policies
-
-    async def create_policy(self, spec: CreatePolicy) -> Policy:
-        """The same spec again is a no-op; another spec under the name raises ``Conflict``."""
-        return Policy.model_validate_json(await self._transport.request("POST", "/v1/policies", _plain(spec)))
-
-    async def policy(self, name: str) -> Policy:
-        return Policy.model_validate_json(await self._transport.request("GET", f"/v1/policies/{name}"))
-
-    async def set_version(self, policy: str, version: int, label: str | None = None) -> Policy:
-        """Announce that the policy's backends now serve ``version``."""
-        body = {"version": version} | ({"label": label} if label else {})
-        return Policy.model_validate_json(
-            await self._transport.request("POST", f"/v1/policies/{policy}/version", body)
-        )
-
-    def updates(self, policy: str) -> Updates:
-        """Each step of an update of its weights by itself; ``updating`` does them in order."""
-        return Updates(self._transport, policy)
-
-    @asynccontextmanager
-    async def updating(
-        self, policy: str, *, mode: UpdateMode = UpdateMode.DRAIN, lease_s: float = 300.0
-    ) -> AsyncIterator[UpdateHandle]:
-        """``async with client.updating("p") as update: …; await update.commit(version)``: inside, the
-        policy's backends are paused. Left without a commit, they go on as they were."""
-        async with updating(self.updates(policy), mode, lease_s) as handle:
-            yield handle
-
-    async def pause_policy(self, policy: str) -> None:
-        await self._transport.request("POST", f"/v1/policies/{policy}/pause")
-
-    async def resume_policy(self, policy: str) -> None:
-        await self._transport.request("POST", f"/v1/policies/{policy}/resume")
-
-    async def register_backend(self, policy: str, spec: RegisterBackend) -> Backend:
-        """The server probes it first. Raises ``InvalidInput`` when it is no such backend or serves
-        another model."""
-        return Backend.model_validate_json(
-            await self._transport.request("POST", f"/v1/policies/{policy}/backends", _plain(spec))
-        )
-
-    async def backends(self, policy: str) -> list[Backend]:
-        path = f"/v1/policies/{policy}/backends"
-        return [Backend.model_validate(item) async for item in pages(self._transport, path)]
-
-    async def drain_backend(self, policy: str, backend_id: str) -> None:
-        await self._transport.request("POST", f"/v1/policies/{policy}/backends/{backend_id}/drain")
-
-    async def remove_backend(self, policy: str, backend_id: str) -> None:
-        await self._transport.request("DELETE", f"/v1/policies/{policy}/backends/{backend_id}")
-
-    # -- runs
-
-    async def open_run(self, spec: OpenRun, *, key: str | None = None) -> RunHandle:
-        """``key`` makes the request safe to send again from another process."""
-        raw = await self._transport.request(
-            "POST", "/v1/runs", _plain(spec), headers={"Idempotency-Key": key or secrets.token_hex(16)}
-        )
-        return RunHandle(self._transport, Run.model_validate_json(raw))
-
-    async def run(self, run_id: str) -> RunHandle:
-        raw = await self._transport.request("GET", f"/v1/runs/{run_id}")
-        return RunHandle(self._transport, RunStatus.model_validate_json(raw).run)
-
-    async def runs(self) -> list[Run]:
-        return [Run.model_validate(item) async for item in pages(self._transport, "/v1/runs")]
-
-    # -- rollouts
-
-    async def rollout(self, rollout_id: str) -> RolloutStatus:
-        return RolloutStatus.model_validate_json(
-            await self._transport.request("GET", f"/v1/rollouts/{rollout_id}")
-        )
-
-    async def rollouts(self, **filters: str | int | None) -> AsyncIterator[Rollout]:
-        """``run_id``, ``group_id``, ``state``; all pages."""
-        async for item in pages(self._transport, "/v1/rollouts", **filters):
-            yield Rollout.model_validate(item)
-
-    async def attempts(self, rollout_id: str) -> AsyncIterator[Attempt]:
-        """Every try, the first one first; all pages."""
-        async for item in pages(self._transport, f"/v1/rollouts/{rollout_id}/attempts"):
-            yield Attempt.model_validate(item)
-
-    async def trajectory(self, rollout_id: str) -> dict[str, Any]:
-        raw = await self._transport.request("GET", f"/v1/rollouts/{rollout_id}/trajectory")
-        return msgspec.json.decode(raw, type=dict[str, Any])
-
-    async def samples(self, rollout_id: str) -> list[Sample]:
-        raw = await self._transport.request("GET", f"/v1/rollouts/{rollout_id}/samples", msgpack=True)
-        return [from_wire(item) for item in msgspec.msgpack.decode(raw, type=list[WireSample])]
-
-    async def drift(self, run_id: str, *, cause: str | None = None) -> AsyncIterator[RolloutDrift]:
-        """Where the tokens of the run's rollouts differ from what was sent or consumed; all pages."""
-        async for item in pages(self._transport, f"/v1/runs/{run_id}/drift", cause=cause):
-            yield RolloutDrift.model_validate(item)
-
-    async def rollout_drift(self, rollout_id: str) -> AsyncIterator[dict[str, Any]]:
-        """Each place where a call of its newest attempt drifted; all pages."""
-        async for item in pages(self._transport, f"/v1/rollouts/{rollout_id}/drift"):
-            yield item
-
-    async def verify(self, rollout_id: str, **asked: str | float | bool | None) -> Verification:
-        """Check its samples: ``score``, ``backend_id``, ``max_difference``, ``mean_difference``."""
-        params = {name: str(each).lower() if isinstance(each, bool) else each for name, each in asked.items()}
-        path = f"/v1/rollouts/{rollout_id}/verify"
-        return Verification.model_validate_json(await self._transport.request("POST", path, params=params))
-
-    async def log(self, attempt_id: str) -> list[tuple[float, str]]:
-        path = f"/v1/attempts/{attempt_id}/log"
-        return [(float(at), str(line)) async for at, line in pages(self._transport, path)]
-
-    async def group(self, group_id: str) -> GroupStatus:
-        """With its rollouts counted; ``rollouts(group_id=…)`` are they."""
-        return GroupStatus.model_validate_json(await self._transport.request("GET", f"/v1/groups/{group_id}"))
-
-    async def cancel_rollout(self, rollout_id: str) -> Cancelled:
-        return Cancelled.model_validate_json(
-            await self._transport.request("POST", f"/v1/rollouts/{rollout_id}/cancel")
-        )
-
-    async def cancel_group(self, group_id: str) -> Cancelled:
-        return Cancelled.model_validate_json(
-            await self._transport.request("POST", f"/v1/groups/{group_id}/cancel")
-        )
-
-    async def status(self) -> ServerStatus:
-        return ServerStatus.model_validate_json(await self._transport.request("GET", "/v1/status"))
-
-    async def events(self, *, after: int = 0, run_id: str | None = None) -> AsyncIterator[Event]:
-        """Events from the cursor ``after`` on, for ever; a broken connection is taken up where it
-        was. Raises what the server refuses them with."""
-        delay_s = 0.2
-        while True:
-            try:
-                async for event in self._event_stream(after, run_id):
-                    after, delay_s = event.seq, 0.2
-                    yield event
-            except (QueueFull, Unavailable):
-                delay_s = min(10.0, delay_s * 2)
-            await asyncio.sleep(delay_s)
-
-    async def _event_stream(self, after: int, run_id: str | None) -> AsyncIterator[Event]:
-        import aiohttp
-
-        params = {"after": str(after)} | ({"run_id": run_id} if run_id else {})
-        timeout = aiohttp.ClientTimeout(total=None, sock_read=60)
-        try:
-            async with self._transport.session.get(
-                f"{self._transport.url}/v1/events", params=params, timeout=timeout
-            ) as answer:
-                if answer.status >= 400:
-                    raise to_error(answer.status, await answer.read(), answer.headers.get("Retry-After"))
-                async for line in answer.content:
-                    if line.startswith(b"data:"):
-                        yield Event.model_validate_json(line[5:].strip())
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise Unavailable(f"event stream broke: {error}") from error
+def _evaluated(k: Sequence[int], threshold: float) -> dict[str, str]:
+    return {"k": ",".join(map(str, k)), "threshold": repr(float(threshold))}
 
 
 class RunHandle:
@@ -301,7 +69,8 @@ class RunHandle:
     ) -> AsyncGenerator[FinishedGroup, None]:
         """Finished groups as they come, until the run is closed or its task source has ended and all of
         it was acked. Raises ``RemoteError`` (``source_failed``) when the source fails. A group is acked
-        when the next one is asked for; with ``auto_ack=False`` by ``await group.ack()``. Close the
+        when the next one is asked for; with ``auto_ack=False`` by ``await group.ack()``. ``epoch`` None is
+        the trainer's of now; once it is rewound, this raises ``StaleEpoch``. Close the
         iterator (``aclosing``) to give back what was fetched ahead."""
         stream = GroupStream(
             self._transport, self.id, trainer=trainer, epoch=epoch, prefetch=prefetch, ttl_s=ttl_s
@@ -329,22 +98,96 @@ class RunHandle:
         )
         return Rewound.model_validate_json(raw)
 
+    async def resume_from(self, names: Sequence[str], *, trainer: str = "default") -> Rewound:
+        """Rewind to the newest of the trainer's own checkpoints (``names``, oldest first) that was
+        committed, or to the beginning: one that was written and not committed is passed over."""
+        committed = {checkpoint.name for checkpoint in await self.checkpoints(trainer)}
+        name = next((name for name in reversed(names) if name in committed), None)
+        return await self.rewind(name, trainer=trainer)
+
+    async def regrade(self, grader: GraderSpec, *, key: str | None = None) -> Regrade:
+        """Begin to grade the run's stored attempts once more. What they were graded before stays."""
+        body = {"grader": grader.model_dump(mode="json")}
+        headers = {"Idempotency-Key": key or secrets.token_hex(16)}
+        path = f"/v1/runs/{self.id}/regrades"
+        raw = await self._transport.request("POST", path, body, headers=headers)
+        return Regrade.model_validate_json(raw)
+
+    async def regrades(self) -> list[Regrade]:
+        path = f"/v1/runs/{self.id}/regrades"
+        return [Regrade.model_validate(item) async for item in pages(self._transport, path)]
+
+    async def export(self, settings: ExportSettings | None = None) -> AsyncIterator[ExportedGroup]:
+        """The run's groups with samples made anew from what was stored, by these settings; in the order of
+        their submission."""
+        async for group in export(self._transport, self.id, settings or ExportSettings()):
+            yield group
+
     async def checkpoints(self, trainer: str = "default") -> list[Checkpoint]:
         path = f"/v1/runs/{self.id}/trainers/{trainer}/checkpoints"
         return [Checkpoint.model_validate(item) async for item in pages(self._transport, path)]
 
+    async def evaluation(
+        self, *, k: Sequence[int] = (1,), threshold: float = 1.0, confidence: float = 0.95
+    ) -> Evaluation:
+        """Mean reward and pass@k over its tasks. A rollout passes with ``threshold`` or more."""
+        asked = _evaluated(k, threshold) | {"confidence": confidence}
+        raw = await self._transport.request("GET", f"/v1/runs/{self.id}/evaluation", params=asked)
+        return Evaluation.model_validate_json(raw)
+
+    async def evaluation_tasks(
+        self, *, k: Sequence[int] = (1,), threshold: float = 1.0
+    ) -> AsyncIterator[TaskResult]:
+        """The same task by task, the worst first; all pages."""
+        path = f"/v1/runs/{self.id}/evaluation/tasks"
+        async for item in pages(self._transport, path, **_evaluated(k, threshold)):
+            yield TaskResult.model_validate(item)
+
+    async def compare(
+        self, other: str, *, k: Sequence[int] = (1,), threshold: float = 1.0, confidence: float = 0.95
+    ) -> Comparison:
+        """This run less the run ``other``, on the tasks that both have."""
+        asked = _evaluated(k, threshold) | {"confidence": confidence, "other": other}
+        raw = await self._transport.request("GET", f"/v1/runs/{self.id}/evaluation/compare", params=asked)
+        return Comparison.model_validate_json(raw)
+
+    async def compare_tasks(self, other: str) -> AsyncIterator[TaskDifference]:
+        """The same task by task, what was lost most first; all pages."""
+        path = f"/v1/runs/{self.id}/evaluation/compare/tasks"
+        async for item in pages(self._transport, path, other=other):
+            yield TaskDifference.model_validate(item)
+
+    async def callback(self) -> CallbackStatus:
+        """Its callback, and its messages counted. Raises ``NotFound`` where it has none."""
+        raw = await self._transport.request("GET", f"/v1/runs/{self.id}/callback")
+        return CallbackStatus.model_validate_json(raw)
+
+    async def messages(self, state: MessageState | None = None) -> AsyncIterator[CallbackMessage]:
+        """What its callback was sent or is to be sent; all pages."""
+        path = f"/v1/runs/{self.id}/callback/messages"
+        async for item in pages(self._transport, path, state=state):
+            yield CallbackMessage.model_validate(item)
+
+    async def resend(self, ids: Sequence[str] | None = None) -> int:
+        """Send dead messages (None: all) again; a stopped callback goes on. How many."""
+        body = {} if ids is None else {"ids": list(ids)}
+        raw = await self._transport.request("POST", f"/v1/runs/{self.id}/callback/resend", body)
+        return Resent.model_validate_json(raw).messages
+
     async def status(self) -> RunStatus:
         return RunStatus.model_validate_json(await self._transport.request("GET", f"/v1/runs/{self.id}"))
 
-    async def pause(self) -> None:
-        await self._transport.request("POST", f"/v1/runs/{self.id}/pause")
+    async def pause(self) -> Run:
+        """Start no more of its rollouts; what runs goes on."""
+        return Run.model_validate_json(await self._transport.request("POST", f"/v1/runs/{self.id}/pause"))
 
-    async def resume(self) -> None:
-        await self._transport.request("POST", f"/v1/runs/{self.id}/resume")
+    async def resume(self) -> Run:
+        return Run.model_validate_json(await self._transport.request("POST", f"/v1/runs/{self.id}/resume"))
 
-    async def close(self) -> None:
+    async def close(self) -> RunClosed:
         """No new groups; what is queued or running is cancelled. Final."""
-        await self._transport.request("POST", f"/v1/runs/{self.id}/close")
+        raw = await self._transport.request("POST", f"/v1/runs/{self.id}/close")
+        return RunClosed.model_validate_json(raw)
 
     async def prune(self) -> None:
         """Forget a closed run, payloads included."""

@@ -8,8 +8,9 @@ from collections.abc import Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from rollserve.client.client import Client
 from rollserve.client.delivery import FinishedGroup
-from rollserve.client.runs import Client, RunHandle
+from rollserve.client.runs import RunHandle
 from rollserve.records.control import GroupRule
 from rollserve.records.policy import Backend, Policy
 from rollserve.records.task import Task
@@ -141,9 +142,10 @@ class SyncClient:
         *,
         label: str | None = None,
         canary: Sequence[float] | None = None,
+        adapter_path: str | None = None,
     ) -> Policy:
         updates = self.client.updates(update.policy)
-        return self._loop.run(updates.commit(update.id, version, label, canary))
+        return self._loop.run(updates.commit(update.id, version, label, canary, adapter_path))
 
     def abort_update(self, update: WeightUpdate) -> WeightUpdate:
         return self._loop.run(self.client.updates(update.policy).abort(update.id))

@@ -34,13 +34,20 @@ class Updates:
         )
 
     async def commit(
-        self, update_id: str, version: int, label: str | None, canary: Sequence[float] | None
+        self,
+        update_id: str,
+        version: int,
+        label: str | None,
+        canary: Sequence[float] | None,
+        adapter_path: str | None = None,
     ) -> Policy:
         body: dict[str, object] = {"version": version}
         if label is not None:
             body["label"] = label
         if canary is not None:
             body["canary"] = [float(value) for value in canary]
+        if adapter_path is not None:
+            body["adapter_path"] = adapter_path
         raw = await self._transport.request("POST", f"{self._path}/{update_id}/commit", body)
         return Policy.model_validate_json(raw)
 
@@ -80,11 +87,17 @@ class UpdateHandle:
         return self.update.canary_ids
 
     async def commit(
-        self, version: int, *, label: str | None = None, canary: Sequence[float] | None = None
+        self,
+        version: int,
+        *,
+        label: str | None = None,
+        canary: Sequence[float] | None = None,
+        adapter_path: str | None = None,
     ) -> Policy:
-        """The backends serve ``version`` now. Raises ``Conflict`` (field ``canary``) when they disagree and
-        only figures could tell; it may be called again with them."""
-        self.committed = await self._updates.commit(self.update.id, version, label, canary)
+        """The backends serve ``version`` now; with ``adapter_path``, once they have loaded it. Raises
+        ``Conflict`` (field ``canary``) when they disagree and only figures could tell; it may be called again
+        with them."""
+        self.committed = await self._updates.commit(self.update.id, version, label, canary, adapter_path)
         return self.committed
 
 

@@ -18,10 +18,12 @@ from typing import Any
 
 from rich.console import Console
 
+from rollserve import installing
 from rollserve.build.catalogs import runtime_reports
 from rollserve.cli.processes import Processes, Running, free_port
 from rollserve.client import Client
 from rollserve.config import Settings
+from rollserve.demo.left import TRAINED, next_steps
 from rollserve.demo.record import Follower, Record
 from rollserve.demo.view import View
 from rollserve.errors import InfrastructureFailure, RollserveError, UnknownName
@@ -42,6 +44,8 @@ class Options:
     allow_unsafe: bool
     vllm_python: Path
     json: bool
+    dynamic_sampling: bool
+    milestone: float | None
 
 
 def parse(arguments: list[str] | None = None) -> Options:
@@ -79,6 +83,17 @@ def parse(arguments: list[str] | None = None) -> Options:
         default=Path(".venv-vllm/bin/python"),
         help="interpreter with vLLM (default: %(default)s)",
     )
+    parser.add_argument(
+        "--dynamic-sampling",
+        action="store_true",
+        help="let the server draw the tasks, leave out groups that teach nothing, stop what is not needed",
+    )
+    parser.add_argument(
+        "--milestone",
+        type=float,
+        metavar="RATE",
+        help="afterwards, find the first policy version with this success rate, and what it took",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON at the end")
     options = Options(**vars(parser.parse_args(arguments)))
     if options.steps < 1:
@@ -92,7 +107,7 @@ def check_extras() -> None:
         if importlib.util.find_spec(module) is None:
             raise InfrastructureFailure(
                 f"the demo needs {module}, which is not installed",
-                hint="./scripts/demo installs what it needs; or pip install 'rollserve[demo]'",
+                hint=f"./scripts/demo installs what it needs; or {installing.extra('demo')}",
             )
 
 
@@ -128,7 +143,7 @@ class Demo:
         self._options = options
         self._console = console
         self._output = options.output
-        for old in ("data", "model", "weights", "logs"):
+        for old in ("data", "model", "weights", "logs", TRAINED):
             shutil.rmtree(options.output / old, ignore_errors=True)
         self._processes = Processes(options.output / "logs")
         self._server_url = f"http://127.0.0.1:{free_port()}"
@@ -222,6 +237,10 @@ class Demo:
             *("--progress", str(progress), "--seed", str(self._options.seed)),
             *("--steps", str(self._options.steps), "--runtime", self._options.runtime),
         ]
+        if self._options.dynamic_sampling:
+            command.append("--dynamic-sampling")
+        if self._options.milestone is not None:
+            command += ["--milestone", str(self._options.milestone)]
         env = {"OMP_NUM_THREADS": "1"}
         return self._processes.start("trainer", command, env)
 
@@ -248,7 +267,11 @@ class Demo:
             async for _ in client.rollouts(state=state.value):
                 stuck += 1
         data = report.report(
-            self._record, seed=self._options.seed, backend=self._options.backend, stuck=stuck
+            self._record,
+            seed=self._options.seed,
+            backend=self._options.backend,
+            stuck=stuck,
+            dynamic_sampling=self._options.dynamic_sampling,
         )
         report.picture(self._record, self._output / "learning.png")
         example = self._record.steps[-1]["example"]
@@ -271,13 +294,12 @@ def conclude(options: Options, data: dict[str, Any], console: Console) -> None:
     console.print(f"picture:     {options.output / 'learning.png'}")
     console.print(f"trajectory:  {options.output / 'trajectory.txt'}")
     console.print("figures:     demo-report.json")
-    console.print("next:        .venv/bin/rollserve doctor   what this machine can do")
-    console.print(
-        f"             .venv/bin/rollserve serve --data-dir {options.output / 'data'}   then, beside it:\n"
-        "             .venv/bin/rollserve status   the demo's runs and rollouts",
-        soft_wrap=True,
-    )
-    console.print("             docs/quickstart.md   your own agent, task and trainer")
+    console.print(f"model:       {options.output / TRAINED}")
+    console.print("\nwhat to type next", style="bold")
+    for title, commands in next_steps(options.output, allow_unsafe=options.allow_unsafe):
+        console.print(f"  {title}", soft_wrap=True, markup=False)
+        for command in commands:
+            console.print(f"    {command}", soft_wrap=True, markup=False)
 
 
 def main() -> int:

@@ -35,6 +35,7 @@ class Record:
     evaluating: dict[str, Any] | None = None
     trained: dict[str, Any] | None = None
     done: dict[str, Any] | None = None
+    milestone: dict[str, Any] | None = None
     run_id: str | None = None
 
     def take(self, event: dict[str, Any]) -> None:
@@ -50,6 +51,8 @@ class Record:
             self.run_id = event["run_id"]
         elif kind == "trained":
             self.trained = event
+        elif kind == "milestone":
+            self.milestone = {name: value for name, value in event.items() if name not in ("event", "at")}
         elif kind == "done":
             self.done = event
 

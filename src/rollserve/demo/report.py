@@ -13,8 +13,10 @@ from matplotlib.figure import Figure
 from rollserve.demo.record import Record
 
 
-def report(record: Record, *, seed: int, backend: str, stuck: int) -> dict[str, Any]:
-    """The figures of ``demo-report.json``. Raises ``ValueError`` when the demo did not end."""
+def report(record: Record, *, seed: int, backend: str, stuck: int, dynamic_sampling: bool) -> dict[str, Any]:
+    """The figures of ``demo-report.json``. ``milestone``: what it took to reach a success rate, where
+    that was asked for; without figures where it was not reached. Raises ``ValueError`` when the demo did
+    not end."""
     if record.trained is None or record.done is None:
         raise ValueError("the trainer did not finish")
     trained, done = record.trained, record.done
@@ -24,6 +26,8 @@ def report(record: Record, *, seed: int, backend: str, stuck: int) -> dict[str, 
         "success_rate_end": done["success_rate_end"],
         "train_seconds": round(trained["train_seconds"], 2),
         "trainer_idle_share": round(record.idle_share(), 4),
+        "trainer_busy_seconds": round(trained["busy_s"], 2),
+        "trainer_cpu_seconds": round(trained["cpu_s"], 2),
         "rollouts_delivered": trained["rollouts"],
         "stuck": stuck,
         "tokens_sampled": trained["tokens"],
@@ -38,6 +42,8 @@ def report(record: Record, *, seed: int, backend: str, stuck: int) -> dict[str, 
             (step["stats"]["ratio_error"] for step in record.steps if step["stats"]), default=0.0
         ),
         "evaluation_rollouts": [event["rollouts"] for event in record.evaluations],
+        "milestone": record.milestone,
+        "dynamic_sampling": dynamic_sampling,
         "seed": seed,
         "backend": backend,
     }

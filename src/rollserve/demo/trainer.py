@@ -21,11 +21,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollserve.client import Client, FinishedGroup, RunHandle
+from rollserve.demo.left import TASK, TRAINED
+from rollserve.demo.milestone import Milestone, first_good
+from rollserve.demo.supply import Drawn, Submitted, Supply
 from rollserve.records.policy import BackendKind, RendererSpec
 from rollserve.records.run import SamplingSettings
 from rollserve.records.task import AgentSpec, GraderSpec, Limits, Task
 from rollserve.records.update import UpdateMode
 from rollserve.trainers.grpo import GRPOConfig, GRPOTrainer
+from rollserve.trainers.tiny.model import save_model
 from rollserve.trainers.tiny.task import make_task
 from rollserve.trainers.weights import LocalWeights, VllmWeights, WeightSync
 from rollserve.wire import CreatePolicy, OpenRun, RegisterBackend
@@ -33,7 +37,9 @@ from rollserve.wire import CreatePolicy, OpenRun, RegisterBackend
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to train. ``off_policy_groups`` is how many groups are in flight beyond one step's."""
+    """What to train. ``off_policy_groups`` is how many groups are in flight beyond one step's, where the
+    trainer submits them (without ``dynamic_sampling``). ``milestone``: a success rate; say at the end what it
+    took to reach it."""
 
     server: str
     backend: str
@@ -49,6 +55,12 @@ class Plan:
     learning_rate: float = 4e-4
     stop_at: float = 0.95
     runtime: str | None = None
+    dynamic_sampling: bool = False
+    milestone: float | None = None
+
+    @property
+    def output(self) -> Path:
+        return self.model_dir.parent
 
 
 class Progress:
@@ -83,6 +95,9 @@ class Totals:
     rollouts: int = 0
     tokens: int = 0
     waited_s: float = 0.0
+    busy_s: float = 0.0
+    started: float = 0.0
+    started_cpu_s: float = 0.0
     rewards: list[float] = field(default_factory=list)
 
 
@@ -104,13 +119,26 @@ class Training:
             torch.optim.Adam(parameters, lr=plan.learning_rate),
             GRPOConfig(),
         )
-        weights = plan.model_dir.parent / "weights"
+        weights = plan.output / "weights"
         self._sync: WeightSync = (
             VllmWeights(plan.backend, weights)
             if plan.kind is BackendKind.VLLM
             else LocalWeights(plan.backend, weights)
         )
         self._totals = Totals()
+        self._supply = self._make_supply()
+        self._marks: list[Milestone] = []
+
+    def _make_supply(self) -> Supply:
+        plan = self._plan
+
+        def make() -> Task:
+            return demo_task(self._rng, plan.runtime)
+
+        if plan.dynamic_sampling:
+            return Drawn(make, groups=plan.groups_per_step, rollouts=plan.rollouts, seed=plan.seed)
+        groups, ahead = plan.groups_per_step, plan.off_policy_groups
+        return Submitted(make, groups=groups, ahead=ahead, rollouts=plan.rollouts)
 
     async def run(self) -> None:
         await self._client.create_policy(
@@ -127,15 +155,38 @@ class Training:
         start = await self._evaluate("start")
         await self._train()
         end = await self._evaluate("end")
+        await asyncio.to_thread(self._leave)
+        if self._plan.milestone is not None:
+            await self._look_back(self._plan.milestone)
         self._progress.write("done", success_rate_start=start, success_rate_end=end)
 
-    async def _open(self, name: str) -> RunHandle:
+    def _leave(self) -> None:
+        """What it has become, as the local server takes it, and a task to try it on."""
+        save_model(self._model, self._plan.output / TRAINED)
+        task = demo_task(random.Random(f"try-{self._plan.seed}"), self._plan.runtime)
+        (self._plan.output / TASK).write_text(task.model_dump_json(indent=2, exclude_defaults=True) + "\n")
+
+    async def _look_back(self, rate: float) -> None:
+        """Which version was the first that was right so often, and what it took to get there. The same fresh
+        tasks are asked of each."""
+
+        async def measure(mark: Milestone) -> float:
+            self._model.load_state_dict(mark.weights)
+            self._trainer.version += 1
+            await self._push(self._trainer.version)
+            self._eval_rng = random.Random(f"milestone-{self._plan.seed}")
+            return await self._evaluate(f"version {mark.version}")
+
+        found = await first_good(self._marks, rate, measure)
+        self._progress.write("milestone", rate=rate, **({} if found is None else found.facts()))
+
+    async def _open(self, name: str, **settings: Any) -> RunHandle:
         sampling = SamplingSettings(temperature=1.0, max_tokens=48)
-        return await self._client.open_run(OpenRun(policy="demo", name=name, sampling=sampling))
+        return await self._client.open_run(OpenRun(policy="demo", name=name, sampling=sampling, **settings))
 
     async def _evaluate(self, when: str) -> float:
         """Success rate on fresh tasks, one rollout each, under the policy as it is now."""
-        run = await self._open(f"eval-{when}")
+        run = await self._open(f"eval-{when.replace(' ', '-')}")
         tasks = [demo_task(self._eval_rng, self._plan.runtime) for _ in range(self._plan.eval_tasks)]
         await run.submit(tasks, num_rollouts=1)
         rewards: list[float] = []
@@ -154,40 +205,35 @@ class Training:
         return rate
 
     async def _train(self) -> None:
-        run = await self._open("train")
-        started = time.time()
+        run = await self._open("train", **self._supply.settings)
+        started = self._totals.started = time.time()
+        self._totals.started_cpu_s = time.process_time()
         self._progress.write("train", run_id=run.id)
-        in_flight = self._plan.groups_per_step + self._plan.off_policy_groups
-        await self._submit(run, in_flight)
+        await self._supply.begin(run)
         async with aclosing(run.groups(prefetch=self._plan.groups_per_step)) as groups:
             for step in range(1, self._plan.steps + 1):
-                batch = await self._collect(run, groups)
-                if await self._step(step, batch):
+                batch = await self._collect(groups)
+                if await self._step(step, batch, await self._supply.took(run, batch)):
                     break
         await run.close()
         self._progress.write(
             "trained",
             train_seconds=time.time() - started,
             waited_s=self._totals.waited_s,
+            busy_s=self._totals.busy_s,
+            cpu_s=time.process_time() - self._totals.started_cpu_s,
             rollouts=self._totals.rollouts,
             tokens=self._totals.tokens,
             version=self._trainer.version,
         )
 
-    async def _submit(self, run: RunHandle, groups: int) -> None:
-        tasks = [demo_task(self._rng, self._plan.runtime) for _ in range(groups)]
-        await run.submit(tasks, num_rollouts=self._plan.rollouts)
-
-    async def _collect(
-        self, run: RunHandle, groups: AsyncGenerator[FinishedGroup, None]
-    ) -> list[FinishedGroup]:
-        """The next step's groups, each replaced by a new one so that the number in flight stays."""
+    async def _collect(self, groups: AsyncGenerator[FinishedGroup, None]) -> list[FinishedGroup]:
+        """The next step's groups."""
         batch: list[FinishedGroup] = []
         waiting = time.perf_counter()
         while len(batch) < self._plan.groups_per_step:
             batch.append(await anext(groups))
         self._totals.waited_s += time.perf_counter() - waiting
-        await self._submit(run, len(batch))
         return batch
 
     async def _push(self, version: int) -> float:
@@ -206,7 +252,7 @@ class Training:
         values: list[float] = chosen.squeeze(-1).tolist()
         return values
 
-    async def _step(self, step: int, batch: list[FinishedGroup]) -> bool:
+    async def _step(self, step: int, batch: list[FinishedGroup], reward: float) -> bool:
         """One gradient step, then new weights to the backend; True when the target is reached."""
         began = time.time()
         stats = await asyncio.to_thread(self._trainer.step, batch)
@@ -214,8 +260,8 @@ class Training:
         pushed_s = 0.0
         if stats is not None:
             pushed_s = await self._push(self._trainer.version)
-        rewards = [r for group in batch for r in group.rewards if r is not None]
-        reward = sum(rewards) / max(1, len(rewards))
+        self._totals.busy_s += time.time() - began
+        self._remember(step)
         self._totals.rewards.append(reward)
         self._totals.rollouts += sum(len(group.rollouts) for group in batch)
         self._totals.tokens += sum(int(s.loss_mask.sum()) for group in batch for s in group.samples)
@@ -236,6 +282,22 @@ class Training:
         recent = self._totals.rewards[-5:]
         return len(recent) == 5 and sum(recent) / 5 >= self._plan.stop_at
 
+    def _remember(self, step: int) -> None:
+        """What it has come to, for ``_look_back``."""
+        if self._plan.milestone is None:
+            return
+        weights = {name: value.detach().clone() for name, value in self._model.state_dict().items()}
+        self._marks.append(
+            Milestone(
+                version=self._trainer.version,
+                step=step,
+                busy_s=self._totals.busy_s,
+                cpu_s=time.process_time() - self._totals.started_cpu_s,
+                seconds=time.time() - self._totals.started,
+                weights=weights,
+            )
+        )
+
 
 def parse(arguments: list[str] | None = None) -> Plan:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -247,6 +309,8 @@ def parse(arguments: list[str] | None = None) -> Plan:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--runtime", default=None)
+    parser.add_argument("--dynamic-sampling", action="store_true")
+    parser.add_argument("--milestone", type=float, default=None)
     return Plan(**vars(parser.parse_args(arguments)))
 
 

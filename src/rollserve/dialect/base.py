@@ -36,7 +36,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """A request, and how its answer is wanted. ``n`` answers are wanted of one prompt. ``form`` is the
     dialect's own: what its writers must know of the request; ``logprobs`` asks for those of the sampled
     tokens. ``continues`` names an earlier answer (``previous_response_id``) whose conversation comes
-    before ``request.messages``."""
+    before ``request.messages``; ``continuable``: this one's may be gone on from so, and what it needs for
+    that is to be kept."""
 
     request: ChatRequest
     model: str = ""
@@ -44,6 +45,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     logprobs: bool = False
     continues: str | None = None
+    continuable: bool = False
     form: Any = None
 
 

@@ -8,15 +8,19 @@ from typing import Any
 import msgspec
 
 from rollserve.dialect.base import Asked
+from rollserve.dialect.images import Content, Pictures
 from rollserve.dialect.openai import at_least_one, hints, kept, offers_tools, schema_of
 from rollserve.dialect.reading import convert, decode, storable
 from rollserve.errors import InvalidInput
 from rollserve.records.call import ChatRequest, Message, ToolCall
+from rollserve.records.image import Image
 
 _READ = frozenset(
     {"messages", "model", "tools", "stream", "stream_options", "logprobs", "n", "stop", "response_format"}
 )
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
+_SEEING = frozenset({"user", "tool"})
+"""Roles whose messages may hold images."""
 _UNSUPPORTED = ("audio", "functions", "function_call", "return_token_ids", "prompt_logprobs", "top_logprobs")
 """Refused unless they are null, false or 0. A client that asks for token ids (vLLM's extension) asks again
 without when the refusal names the parameter."""
@@ -35,10 +39,16 @@ class _ToolCall(msgspec.Struct):
     type: str | None = None
 
 
+class _ImageUrl(msgspec.Struct):
+    url: str | None = None
+    detail: str | None = None
+
+
 class _Part(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | _ImageUrl | None = None
 
 
 class _Message(msgspec.Struct):
@@ -87,14 +97,17 @@ def read(body: bytes, headers: Mapping[str, str]) -> Asked:
     _refuse_unsupported(raw, parsed)
     if not parsed.messages:
         raise InvalidInput("at least one message is needed", field="messages")
-    tools = _tools(parsed.tools)
+    tools, pictures = _tools(parsed.tools), Pictures()
     request = ChatRequest(
-        messages=tuple(_message(message, f"messages.{at}") for at, message in enumerate(parsed.messages)),
+        messages=tuple(
+            _message(message, f"messages.{at}", pictures) for at, message in enumerate(parsed.messages)
+        ),
         tools=tools if offers_tools(parsed.tool_choice) else (),
         asked=kept(raw, _READ),
         stop=_stop(parsed.stop),
         schema=_schema(parsed.response_format),
         hints=hints(headers, raw),
+        pictures=pictures.found,
     )
     return Asked(
         request=request,
@@ -140,7 +153,7 @@ def _schema(given: dict[str, Any] | None) -> dict[str, Any] | None:
     return schema_of(given, inner if isinstance(inner, dict) else {}, "response_format")
 
 
-def _message(message: _Message, at: str) -> Message:
+def _message(message: _Message, at: str, pictures: Pictures) -> Message:
     role = "system" if message.role == "developer" else message.role
     if role not in _ROLES:
         raise InvalidInput(f"unknown role {message.role!r}", field=f"{at}.role")
@@ -149,9 +162,10 @@ def _message(message: _Message, at: str) -> Message:
     for name in ("function_call", "audio"):
         if getattr(message, name) is not None:
             raise InvalidInput(f"{name!r} is not supported", field=f"{at}.{name}")
+    text, images = _content(message.content, at, pictures if role in _SEEING else None)
     return Message(
         role=role,  # type: ignore[arg-type]  # one of _ROLES
-        content=_content(message.content, at) or message.refusal or "",
+        content=text or message.refusal or "",
         reasoning=message.reasoning_content or message.reasoning or None,
         tool_calls=tuple(
             _tool_call(call, f"{at}.tool_calls.{index}")
@@ -159,19 +173,36 @@ def _message(message: _Message, at: str) -> Message:
         ),
         tool_call_id=message.tool_call_id,
         name=message.name,
+        images=images,
     )
 
 
-def _content(content: str | list[_Part] | None, at: str) -> str:
+def _content(
+    content: str | list[_Part] | None, at: str, pictures: Pictures | None
+) -> tuple[str, tuple[Image, ...]]:
+    """``pictures`` None: no image can stand here."""
     if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(_text(part, f"{at}.content.{index}.type") for index, part in enumerate(content))
+        return content or "", ()
+    made = Content()
+    for index, part in enumerate(content):
+        where = f"{at}.content.{index}"
+        if part.type == "image_url" and pictures is not None:
+            made.add(_image(part, where, pictures))
+        else:
+            made.add(_text(part, f"{where}.type"))
+    return made.take()
+
+
+def _image(part: _Part, at: str, pictures: Pictures) -> Image:
+    given = part.image_url
+    url, detail = (given.url, given.detail) if isinstance(given, _ImageUrl) else (given, None)
+    return pictures.of_address(url, at, f"{at}.image_url", detail=detail)
 
 
 def _text(part: _Part, at: str) -> str:
     text = {"text": part.text, "refusal": part.refusal}.get(part.type)
     if text is None:
-        raise InvalidInput(f"content of type {part.type!r} is not supported", field=at)
+        raise InvalidInput(f"content of type {part.type!r} is not supported here", field=at)
     return text
 
 

@@ -14,6 +14,7 @@ import msgspec
 from rollserve.dialect.base import Asked, Target
 from rollserve.dialect.google_contents import camel, messages, system
 from rollserve.dialect.google_schema import json_schema
+from rollserve.dialect.images import Pictures
 from rollserve.dialect.openai import hints
 from rollserve.dialect.reading import convert, decode, storable
 from rollserve.errors import InvalidInput
@@ -70,13 +71,15 @@ def read(target: Target, body: bytes, headers: Mapping[str, str], query: Mapping
     given = camel(parsed.generation_config or {}, "generationConfig")
     config = _config(given)
     tools, left_out = _tools(parsed.tools or ())
+    pictures = Pictures()
     request = ChatRequest(
-        messages=(*system(parsed.system_instruction), *messages(parsed.contents)),
+        messages=(*system(parsed.system_instruction), *messages(parsed.contents, pictures)),
         tools=tools if _offers(parsed.tool_config) else (),
         asked=_asked(raw, given, config, left_out),
         stop=tuple(config.stop_sequences or ()),
         schema=_answer_schema(config),
         hints=hints(headers, {}),
+        pictures=pictures.found,
     )
     thinking = camel(config.thinking_config or {}, "generationConfig.thinkingConfig")
     return Asked(

@@ -14,16 +14,20 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from rollserve.dialect.base import POSITION
+from rollserve.dialect.images import Content, Pictures
 from rollserve.dialect.marks import marked
-from rollserve.dialect.reading import convert, flush
+from rollserve.dialect.reading import convert
 from rollserve.dialect.tool_input import as_arguments
 from rollserve.errors import InvalidInput
 from rollserve.records.base import MAX_DEPTH, deeper_than
 from rollserve.records.call import Message, ToolCall
+from rollserve.records.image import Image
 
-_SAID = frozenset({"text", "functionCall", "functionResponse", "thoughtSignature"})
+_MEDIA = frozenset({"inlineData", "fileData"})
+_SAID = frozenset({"text", "functionCall", "functionResponse", "thoughtSignature"}) | _MEDIA
 _ABOUT = frozenset({"thought", "thoughtSignature", "partMetadata", "videoMetadata", "mediaResolution"})
 
 
@@ -38,6 +42,14 @@ class _Part(msgspec.Struct, rename="camel"):
     thought_signature: str | None = None
     function_call: dict[str, Any] | None = None
     function_response: dict[str, Any] | None = None
+    inline_data: dict[str, Any] | None = None
+    file_data: dict[str, Any] | None = None
+
+
+class _Blob(msgspec.Struct, rename="camel"):
+    mime_type: str | None = None
+    data: str | None = None
+    file_uri: str | None = None
 
 
 class _Call(msgspec.Struct):
@@ -89,7 +101,8 @@ def system(instruction: dict[str, Any] | None) -> list[Message]:
     return [Message(role="system", content="".join(texts))]
 
 
-def messages(contents: list[Any]) -> list[Message]:
+def messages(contents: list[Any], pictures: Pictures) -> list[Message]:
+    """``pictures`` gains their images."""
     made: list[Message] = []
     waiting: list[_Waiting] = []
     for index, raw in enumerate(contents):
@@ -100,7 +113,7 @@ def messages(contents: list[Any]) -> list[Message]:
             made.append(message)
             waiting = _calls_of(message)
         elif role in ("user", "function"):
-            made += _user(raw, at, waiting)
+            made += _user(raw, at, waiting, pictures)
         else:
             raise InvalidInput(f"unknown role {role!r}", field=f"{at}.role")
     return made
@@ -138,6 +151,8 @@ def _model(content: Any, at: str) -> Message:
             calls.append(_call(part.function_call, f"{where}.functionCall"))
         elif part.function_response is not None:
             raise InvalidInput("not in a model's content", field=f"{where}.functionResponse")
+        elif part.inline_data is not None or part.file_data is not None:
+            raise InvalidInput("only text is supported in a model's content", field=where)
         else:
             (thoughts if part.thought else texts).append(part.text or "")
     return Message(
@@ -156,35 +171,60 @@ def _call(raw: dict[str, Any], at: str) -> ToolCall:
     return ToolCall(id=call.id or "", name=call.name, arguments=as_arguments(call.args or {}))
 
 
-def _user(content: Any, at: str, waiting: list[_Waiting]) -> list[Message]:
+def _user(content: Any, at: str, waiting: list[_Waiting], pictures: Pictures) -> list[Message]:
     """``waiting`` loses the calls whose results are met."""
     made: list[Message] = []
-    texts: list[str] = []
+    said = Content()
     for where, part in _parts(content, at):
         if part.function_response is not None:
-            flush(texts, made)
-            made.append(_result(part.function_response, f"{where}.functionResponse", waiting))
+            said.flush(made)
+            made.append(_result(part.function_response, f"{where}.functionResponse", waiting, pictures))
         elif part.function_call is not None:
             raise InvalidInput("only in a model's content", field=f"{where}.functionCall")
         else:
-            texts.append(part.text or "")
-    flush(texts, made)
+            said.add(part.text or "")
+            if (image := _image(part, where, pictures)) is not None:
+                said.add(image)
+    said.flush(made)
     return made or [Message(role="user")]
 
 
-def _result(raw: dict[str, Any], at: str, waiting: list[_Waiting]) -> Message:
+def _image(part: _Part, at: str, pictures: Pictures) -> Image | None:
+    for name, raw in (("inlineData", part.inline_data), ("fileData", part.file_data)):
+        if raw is not None:
+            place = f"{at}.{name}"
+            blob = convert(camel(raw, place), _Blob, at=place)
+            if name == "inlineData":
+                return pictures.of_base64(blob.data, blob.mime_type, place, place)
+            return pictures.of_uri(blob.file_uri, blob.mime_type, place, f"{place}.fileUri")
+    return None
+
+
+def _seen(raw: list[Any], at: str, pictures: Pictures) -> tuple[Image, ...]:
+    """The images that a result shows; they come after what it says."""
+    found = []
+    for where, part in _parts({"parts": raw}, at):
+        image = _image(part, where, pictures)
+        if image is None:
+            raise InvalidInput("a result's parts are images", field=where)
+        found.append(image)
+    return tuple(found)
+
+
+def _result(raw: dict[str, Any], at: str, waiting: list[_Waiting], pictures: Pictures) -> Message:
     result = convert(camel(raw, at), _Response, at=at)
-    if result.parts:
-        raise InvalidInput("parts of a result are not supported", field=f"{at}.parts")
     if deeper_than(result.response):
         raise InvalidInput(f"nested deeper than {MAX_DEPTH}", field=f"{at}.response")
     met = next((each for each in waiting if _answers(result, each)), None)
     if met is not None:
         waiting.remove(met)
     named = met.reference if met is not None else None
+    output = _output(result.response or {})
+    seen = _seen(result.parts or [], at, pictures)
     return Message(
         role="tool",
-        content=_output(result.response or {}),
+        content=output,
+        images=tuple(replace(image, at=len(output)) for image in seen),
         tool_call_id=result.id or named,
         name=None if result.id or not result.name else result.name,
     )

@@ -17,14 +17,16 @@ from typing import Any
 import msgspec
 
 from rollserve.dialect.base import Asked
+from rollserve.dialect.images import Content, Pictures
 from rollserve.dialect.marks import marked
 from rollserve.dialect.messages_tools import Choice, Tools, chosen, read_tools
 from rollserve.dialect.openai import hints
-from rollserve.dialect.reading import convert, decode, flush, storable
+from rollserve.dialect.reading import convert, decode, storable
 from rollserve.dialect.tool_input import as_arguments
 from rollserve.errors import InvalidInput
 from rollserve.records.base import MAX_DEPTH, deeper_than
 from rollserve.records.call import ChatRequest, Message, ToolCall
+from rollserve.records.image import Image
 
 _READ = frozenset(
     {"messages", "system", "model", "tools", "stream", "stop_sequences", "output_config", "output_format"}
@@ -45,6 +47,14 @@ class _Block(msgspec.Struct):
     tool_use_id: str | None = None
     content: Any = None
     tool_name: str | None = None
+    source: Any = None
+
+
+class _Source(msgspec.Struct):
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
 
 
 class _Result(msgspec.Struct):
@@ -80,16 +90,24 @@ class _Body(msgspec.Struct):
     container: Any = None
 
 
+class _Met:
+    """What messages hold beside text: images, and the ``tools`` that a ``tool_reference`` names."""
+
+    def __init__(self) -> None:
+        self.pictures = Pictures()
+        self.tools: set[str] = set()
+
+
 def read(body: bytes, headers: Mapping[str, str], *, counting: bool) -> Asked:
     """A request to answer, or to count (``counting``). Raises ``InvalidInput``."""
     raw = decode(body)
     parsed = convert(raw, _Body)
     _check(parsed, counting)
-    named: set[str] = set()
+    met = _Met()
     messages = _system(parsed.system)
     for index, message in enumerate(parsed.messages):
-        messages.extend(_messages(message, f"messages.{index}", named))
-    tools = read_tools(parsed.tools or (), named)
+        messages.extend(_messages(message, f"messages.{index}", met))
+    tools = read_tools(parsed.tools or (), met.tools)
     request = ChatRequest(
         messages=tuple(messages),
         tools=chosen(parsed.tool_choice, tools.offered),
@@ -97,6 +115,7 @@ def read(body: bytes, headers: Mapping[str, str], *, counting: bool) -> Asked:
         stop=tuple(parsed.stop_sequences or ()),
         schema=_schema(parsed),
         hints=_hints(raw, parsed.messages, headers),
+        pictures=met.pictures.found,
     )
     return Asked(request=request, model=parsed.model, stream=bool(parsed.stream) and not counting)
 
@@ -128,10 +147,9 @@ def _system(system: str | list[_Block] | None) -> list[Message]:
     return [Message(role="system", content=_text(system, "system", "the system prompt"))]
 
 
-def _messages(message: _Message, at: str, named: set[str]) -> list[Message]:
-    """``named`` gains the tools that a ``tool_reference`` names."""
+def _messages(message: _Message, at: str, met: _Met) -> list[Message]:
     if message.role == "user":
-        return _user(message.content, f"{at}.content", named)
+        return _user(message.content, f"{at}.content", met)
     if message.role == "assistant":
         return [_assistant(message.content, f"{at}.content")]
     if message.role == "system":
@@ -157,35 +175,52 @@ def _needed(value: str | None, at: str) -> str:
     return value
 
 
-def _user(content: str | list[_Block], at: str, named: set[str]) -> list[Message]:
+def _user(content: str | list[_Block], at: str, met: _Met) -> list[Message]:
     if isinstance(content, str):
         return [Message(role="user", content=content)]
     made: list[Message] = []
-    texts: list[str] = []
+    said = Content()
     for index, block in enumerate(content):
+        where = f"{at}.{index}"
         if block.type == "tool_result":
-            flush(texts, made)
-            made.append(_tool_result(block, f"{at}.{index}", named))
+            said.flush(made)
+            made.append(_tool_result(block, where, met))
+        elif block.type == "image":
+            said.add(_image(block, where, met.pictures))
         else:
-            texts.append(_block_text(block, f"{at}.{index}", "a user message"))
-    flush(texts, made)
+            said.add(_block_text(block, where, "a user message"))
+    said.flush(made)
     return made or [Message(role="user")]
 
 
-def _tool_result(block: _Block, at: str, named: set[str]) -> Message:
+def _image(block: _Block, at: str, pictures: Pictures) -> Image:
+    source = convert(block.source, _Source, at=f"{at}.source")
+    if source.type == "base64":
+        return pictures.of_base64(source.data, source.media_type, at, f"{at}.source")
+    if source.type == "url":
+        return pictures.of_address(source.url, at, f"{at}.source.url")
+    raise InvalidInput(f"a source of type {source.type!r} is not supported", field=f"{at}.source.type")
+
+
+def _tool_result(block: _Block, at: str, met: _Met) -> Message:
     answered = _needed(block.tool_use_id, f"{at}.tool_use_id")
     content = convert({"content": block.content}, _Result, at=at).content
+    images: tuple[Image, ...] = ()
     if isinstance(content, list):
-        texts = (_result_text(each, f"{at}.content.{i}", named) for i, each in enumerate(content))
-        content = "".join(texts)
-    return Message(role="tool", content=content or "", tool_call_id=answered)
+        made = Content()
+        for index, each in enumerate(content):
+            made.add(_result_part(each, f"{at}.content.{index}", met))
+        content, images = made.take()
+    return Message(role="tool", content=content or "", tool_call_id=answered, images=images)
 
 
-def _result_text(block: _Block, at: str, named: set[str]) -> str:
+def _result_part(block: _Block, at: str, met: _Met) -> str | Image:
     """A reference to a tool is shown to the model as it was sent."""
+    if block.type == "image":
+        return _image(block, at, met.pictures)
     if block.type == "tool_reference":
         name = _needed(block.tool_name, f"{at}.tool_name")
-        named.add(name)
+        met.tools.add(name)
         return msgspec.json.encode({"type": "tool_reference", "tool_name": name}).decode()
     return _block_text(block, at, "a tool result")
 

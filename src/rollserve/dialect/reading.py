@@ -8,7 +8,6 @@ import msgspec
 
 from rollserve.errors import InvalidInput
 from rollserve.records.base import MAX_DEPTH, deeper_than
-from rollserve.records.call import Message
 
 T = TypeVar("T")
 
@@ -50,10 +49,3 @@ def storable(document: Any, at: str) -> None:
         raise InvalidInput(f"nested deeper than {MAX_DEPTH}", field=at) from error
     if deeper_than(document):
         raise InvalidInput(f"nested deeper than {MAX_DEPTH}", field=at)
-
-
-def flush(texts: list[str], made: list[Message]) -> None:
-    """The texts so far as one message of the user's."""
-    if text := "".join(texts):
-        made.append(Message(role="user", content=text))
-    texts.clear()

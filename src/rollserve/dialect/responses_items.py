@@ -12,12 +12,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from rollserve.dialect.images import Content, Pictures
 from rollserve.dialect.marks import marked
 from rollserve.dialect.reading import convert, storable
 from rollserve.dialect.responses_ids import call_of_item, holds_raw_input
 from rollserve.dialect.responses_tools import custom_arguments, flat_name
 from rollserve.errors import InvalidInput
 from rollserve.records.call import Message, ToolCall
+from rollserve.records.image import Image
 
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _REASONING, _MESSAGE, _CALL = 0, 1, 2
@@ -35,6 +37,9 @@ class _Part(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: str | None = None
 
 
 class _Item(msgspec.Struct):
@@ -94,9 +99,11 @@ class _Turn:
 
 
 class Items:
-    """Takes items in order. ``tools`` are those offered by items, each list with its path."""
+    """Takes items in order. ``tools`` are those offered by items, each list with its path, ``pictures`` the
+    images they brought."""
 
     def __init__(self) -> None:
+        self.pictures = Pictures()
         self.tools: list[tuple[str, list[dict[str, Any]]]] = []
         self._said: list[Message | _Turn] = []
         self._turn: _Turn | None = None
@@ -120,14 +127,17 @@ class Items:
             raise InvalidInput(f"unknown role {item.role!r}", field=f"{at}.role")
         else:
             self._turn = None
-            self._said.append(Message(role=role, content=_text(item.content, f"{at}.content")))
+            pictures = self.pictures if role == "user" else None
+            text, images = _content(item.content, f"{at}.content", pictures)
+            self._said.append(Message(role=role, content=text, images=images))
 
     def _answer(self, item: _Item, at: str) -> None:
         """A result. A call of the same turn may still follow, where the client pairs each with its own."""
         if self._turn is not None:
             self._turn.answered = True
-        output = _text(item.output, f"{at}.output")
-        self._said.append(Message(role="tool", content=output, tool_call_id=_call_id(item, at)))
+        output, images = _content(item.output, f"{at}.output", self.pictures)
+        call_id = _call_id(item, at)
+        self._said.append(Message(role="tool", content=output, tool_call_id=call_id, images=images))
 
     def _say(self, rank: int, item: _Item, kind: str, at: str) -> None:
         call_id = marked(item.encrypted_content) or call_of_item(item.id)
@@ -142,15 +152,35 @@ class Items:
 
 
 def _text(content: str | Sequence[_Part] | None, at: str) -> str:
+    return _content(content, at, None)[0]
+
+
+def _content(
+    content: str | Sequence[_Part] | None, at: str, pictures: Pictures | None
+) -> tuple[str, tuple[Image, ...]]:
+    """``pictures`` None: no image can stand here."""
     if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(_part(part, f"{at}.{index}") for index, part in enumerate(content))
+        return content or "", ()
+    made = Content()
+    for index, part in enumerate(content):
+        where = f"{at}.{index}"
+        if part.type == "input_image" and pictures is not None:
+            made.add(_image(part, where, pictures))
+        else:
+            made.add(_part(part, where))
+    return made.take()
+
+
+def _image(part: _Part, at: str, pictures: Pictures) -> Image:
+    if part.file_id:
+        raise InvalidInput("there are no files here: send the image's data", field=f"{at}.file_id")
+    return pictures.of_address(part.image_url, at, f"{at}.image_url", detail=part.detail)
 
 
 def _part(part: _Part, at: str) -> str:
     text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXTS else None
     if text is None:
-        raise InvalidInput(f"content of type {part.type!r} is not supported", field=f"{at}.type")
+        raise InvalidInput(f"content of type {part.type!r} is not supported here", field=f"{at}.type")
     return text
 
 

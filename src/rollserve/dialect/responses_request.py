@@ -46,6 +46,7 @@ class _Body(msgspec.Struct):
     max_output_tokens: int | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    store: bool | None = None
     metadata: dict[str, Any] | None = None
 
 
@@ -72,12 +73,14 @@ def read(body: bytes, headers: Mapping[str, str]) -> Asked:
         asked=_asked(raw, parsed, offered),
         schema=_schema(parsed.text),
         hints=hints(headers, raw),
+        pictures=items.pictures.found,
     )
     return Asked(
         request=request,
         model=parsed.model or "",
         stream=bool(parsed.stream),
         logprobs=_LOGPROBS in (parsed.include or ()),
+        continuable=parsed.store is not False,
         continues=call_of_response(parsed.previous_response_id) if parsed.previous_response_id else None,
         form=ResponsesForm(offered.origins, _repeated(parsed)),
     )

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rollserve.records.policy import Backend, Policy
+from rollserve.records.regrade import Graded
 from rollserve.records.rollout import Attempt
 from rollserve.records.run import RunSpec
 from rollserve.records.task import Task
@@ -64,13 +65,34 @@ class AckAttempt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     accepted: bool
 
 
+class StartGrading(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Grade a stored attempt by the grader in ``task_json``. ``tries`` tells one try from another."""
+
+    regrade_id: str
+    rollout_id: str
+    tries: int
+    task_json: bytes
+    attempt_json: bytes
+
+    def task(self) -> Task:
+        return Task.model_validate_json(self.task_json)
+
+    def attempt(self) -> Attempt:
+        return Attempt.model_validate_json(self.attempt_json)
+
+    @property
+    def owner(self) -> str:
+        """Whose sandboxes of this try are."""
+        return f"{self.regrade_id}-{self.rollout_id}-{self.tries}"
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stop within ``grace_s``; attempts that have not ended by then are abandoned and cleaned up."""
 
     grace_s: float = 5.0
 
 
-ToWorker = PolicyView | StartAttempt | CancelAttempt | AckAttempt | Shutdown
+ToWorker = PolicyView | StartAttempt | CancelAttempt | AckAttempt | StartGrading | Shutdown
 
 
 class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -100,6 +122,18 @@ class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return Attempt.model_validate_json(self.attempt_json)
 
 
+class GradingEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """``graded_json`` is a ``records.regrade.Graded``."""
+
+    regrade_id: str
+    rollout_id: str
+    tries: int
+    graded_json: bytes
+
+    def graded(self) -> Graded:
+        return Graded.model_validate_json(self.graded_json)
+
+
 class BackendReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A worker's pool saw a backend fail or come back."""
 
@@ -120,7 +154,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     backends: dict[str, dict[str, Any]] = {}
 
 
-FromWorker = WorkerHello | StageChanged | AttemptEnded | BackendReport | WorkerStats
+FromWorker = WorkerHello | StageChanged | AttemptEnded | GradingEnded | BackendReport | WorkerStats
 
 
 class WorkerLost(msgspec.Struct, frozen=True, kw_only=True):

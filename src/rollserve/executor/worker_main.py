@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 
 from rollserve.errors import InfrastructureFailure
-from rollserve.executor.base import AttemptEnded, BackendReport, FromWorker, ToWorker
+from rollserve.executor.base import AttemptEnded, BackendReport, FromWorker, GradingEnded, ToWorker
 from rollserve.executor.channel import MAX_UNSENT_BYTES, Channel, Join, Launch, decode, to_worker_decoder
 
 _PR_SET_PDEATHSIG = 1
@@ -141,7 +141,7 @@ def _sender(channel: Channel) -> Callable[[FromWorker], bool]:
     told once (a backend that failed or came back)."""
 
     def send(message: FromWorker) -> bool:
-        told_once = isinstance(message, (AttemptEnded, BackendReport))
+        told_once = isinstance(message, (AttemptEnded, BackendReport, GradingEnded))
         if channel.unsent_bytes > MAX_UNSENT_BYTES // 4 and not told_once:
             return False
         return channel.write(message)

@@ -14,6 +14,7 @@ import msgspec
 from rollserve.errors import ContextTooLong
 from rollserve.gateway.rendering import Prior, Rendering, Tools
 from rollserve.records.call import Message
+from rollserve.records.ids import Ids
 
 T = TypeVar("T")
 
@@ -23,23 +24,28 @@ LONG_CHARS = 16 << 10
 
 async def render(
     rendering: Rendering, messages: Sequence[Message], tools: Tools, context_tokens: int | None
-) -> list[int]:
-    """``Rendering.render``. Raises ``ContextTooLong`` besides, without a number of tokens, for text that is
+) -> Ids:
+    """``Rendering.prompt``. Raises ``ContextTooLong`` besides, without a number of tokens, for text that is
     more than ``context_tokens`` of the longest tokens."""
     chars = _chars(messages)
     _refuse_hopeless(rendering, chars, context_tokens)
     long = chars > LONG_CHARS or _tool_bytes(tools) > LONG_CHARS
-    return await _run(rendering, long, lambda: rendering.render(messages, tools))
+    return await _run(rendering, long, lambda: rendering.prompt(messages, tools).made())
 
 
 async def extend(
     rendering: Rendering, prior: Prior, new: Sequence[Message], tools: Tools, context_tokens: int | None
-) -> list[int] | None:
+) -> Ids | None:
     """``Rendering.extend``, as ``render``."""
     chars = _chars(new)
     _refuse_hopeless(rendering, chars, context_tokens)
     long = chars > LONG_CHARS or (rendering.reads_history and _chars(prior.conversation) > LONG_CHARS)
-    return await _run(rendering, long, lambda: rendering.extend(prior, new, tools))
+
+    def work() -> Ids | None:
+        ids = rendering.extend(prior, new, tools)
+        return None if ids is None else Ids(ids).made()
+
+    return await _run(rendering, long, work)
 
 
 async def _run(rendering: Rendering, long: bool, work: Callable[[], T]) -> T:

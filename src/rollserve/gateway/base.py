@@ -12,7 +12,7 @@ from rollserve.agent.base import ModelClient
 from rollserve.errors import InfrastructureFailure, LimitReached
 from rollserve.executor.base import PolicyView
 from rollserve.records.call import Message
-from rollserve.records.run import RunSpec
+from rollserve.records.run import RunSpec, RunStage
 from rollserve.records.task import Limits
 from rollserve.store.base import Segment
 
@@ -37,6 +37,8 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SessionSpec:
+    """In the stage ``grade`` only the routes that graders may ask are there, and not the run's own policy."""
+
     attempt_id: str
     rollout_id: str
     run: RunSpec
@@ -44,6 +46,7 @@ class SessionSpec:
     segment: Segment
     clock: ActiveClock
     on_call: Callable[[], None] | None = None
+    stage: RunStage = "run"
 
 
 class Session(Protocol):
@@ -62,8 +65,9 @@ class Session(Protocol):
     def model(self) -> ModelClient: ...
     @property
     def counts(self) -> dict[str, int]:
-        """``turns``, ``sampled_tokens``, ``prompt_tokens`` (new ones), ``breaks``, ``inexact``, and
-        ``rewritten``: requests in which something came back otherwise than it was."""
+        """``turns``, ``sampled_tokens``, ``prompt_tokens`` (new ones), ``breaks``, and, of what may be
+        trained, ``inexact`` and ``rewritten``: requests in which something came back otherwise than it was.
+        """
 
     @property
     def call_ids(self) -> list[str]: ...
@@ -73,7 +77,7 @@ class Session(Protocol):
         served. An agent that speaks HTTP hears of it as an error of its client, and may crash on it."""
 
     def conversation(self) -> list[Message]:
-        """Root to the newest call, model turns included."""
+        """Root to the newest call of the run's own policy, model turns included."""
 
     async def stalled(self) -> InfrastructureFailure | None:
         """Asked when the agent's time is used up and before it is stopped: was it a backend that used

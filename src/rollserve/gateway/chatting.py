@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -11,11 +11,15 @@ from rollserve.backend.base import Chat
 from rollserve.gateway.parsing import offered
 from rollserve.gateway.rendering import native_id
 from rollserve.records.call import Message
+from rollserve.records.ids import Ids
 
 
-def chat_of(conversation: Sequence[Message], tools: tuple[dict[str, Any], ...]) -> Chat:
+def chat_of(
+    conversation: Sequence[Message], tools: tuple[dict[str, Any], ...], pictures: Mapping[str, bytes]
+) -> Chat:
     """With ids of tool calls as the model wrote them: a template may render them."""
-    return Chat(messages=tuple(_native(message) for message in conversation), tools=tools)
+    messages = tuple(_native(message) for message in conversation)
+    return Chat(messages=messages, tools=tools, pictures=pictures)
 
 
 def _native(message: Message) -> Message:
@@ -26,6 +30,6 @@ def _native(message: Message) -> Message:
     )
 
 
-def gained(known: list[int], consumed: list[int]) -> list[int] | None:
+def gained(known: Ids, consumed: list[int]) -> list[int] | None:
     """What the prompt that an engine consumed has after ``known``; None when it does not begin with it."""
-    return consumed[len(known) :] if consumed[: len(known)] == known else None
+    return consumed[len(known) :] if consumed[: len(known)] == known.list else None

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
 from rollserve.dialect.base import Asked, Piece
 from rollserve.errors import RollserveError, forget_frames
-from rollserve.gateway.forward import Answer, Conversation, session_closed
+from rollserve.gateway.forward import Conversation, session_closed
+from rollserve.gateway.recording import Answer
 from rollserve.gateway.streaming import LetOut
 from rollserve.records.base import new_id
 from rollserve.records.call import ChatRequest
@@ -75,7 +76,7 @@ class Exchange:
     ``stream_id`` is what the first answer's call is named. ``bells`` are
     those who listen now."""
 
-    def __init__(self, key: bytes, asked: Asked, created_s: int) -> None:
+    def __init__(self, key: Hashable, asked: Asked, created_s: int) -> None:
         self.key = key
         self.asked = asked
         self.created_s = created_s
@@ -136,6 +137,8 @@ class Exchange:
                 for choice, call_id in zip(choices, self._call_ids, strict=True)
             ]
         )
+        if asked.continuable:
+            conversation.images.keep(asked.request.pictures)
         pairs = zip(choices, answers, strict=True)
         self.rest = tuple(choice.known.rest(answer.reply.message) for choice, answer in pairs)
         self.answers = answers
@@ -184,7 +187,7 @@ class Exchanges:
         self.open: dict[Exchange, None] = {}
         self._arrived: deque[Exchange] = deque(maxlen=KEPT_ARRIVED)
 
-    async def enter(self, key: bytes, asked: Asked, bell: Bell, created_s: int) -> Exchange:
+    async def enter(self, key: Hashable, asked: Asked, bell: Bell, created_s: int) -> Exchange:
         """The exchange that answers a request, found or begun. ``bell`` hears of it until ``leave``. Raises
         ``SessionClosed``."""
         found = self._find(key, asked)
@@ -229,7 +232,7 @@ class Exchanges:
         self.open.clear()
         self._arrived.clear()
 
-    def _begin(self, key: bytes, asked: Asked, created_s: int) -> Exchange:
+    def _begin(self, key: Hashable, asked: Asked, created_s: int) -> Exchange:
         if self._conversation.ended is not None:
             raise session_closed(self._conversation.ended)
         exchange = Exchange(key, asked, created_s)
@@ -237,7 +240,7 @@ class Exchanges:
         exchange.task = self._own(exchange.run(self._conversation))
         return exchange
 
-    def _find(self, key: bytes, asked: Asked) -> Exchange | None:
+    def _find(self, key: Hashable, asked: Asked) -> Exchange | None:
         same = [exchange for exchange in (*self.open, *self._arrived) if exchange.key == key]
         for exchange in same:
             if not exchange.bells and not exchange.arrived:
@@ -247,7 +250,7 @@ class Exchanges:
             return None
         return newest
 
-    def _waited_for(self, key: bytes) -> Exchange | None:
+    def _waited_for(self, key: Hashable) -> Exchange | None:
         """The one whose client may be giving up just now."""
         before = asyncio.get_running_loop().time() - PATIENCE_S
         return next((e for e in self.open if e.key == key and not e.done and e.begun_at < before), None)

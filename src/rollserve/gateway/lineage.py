@@ -9,7 +9,8 @@ known once all calls of an attempt are there.
 2. A call with a parent: what goes on from a side call or a sub-agent's is of their kind. The same messages
    again after the earlier call was answered are a *retry*; other messages than those of a sibling, or the
    same at the same time (``n`` above 1, parallel requests), a *fork* (side calls, sub-agents and compactions
-   are no siblings here); all else is a *continuation*.
+   are no siblings here), unless what is new holds the summary (by 3) that a side call or a compaction said:
+   then it is the *compaction* that kept the beginning. All else is a *continuation*.
 3. A new root. (A call without tools, of at most two messages under its instructions, from which nothing
    goes on is not yet the main line.) The same request again is a *retry* (or of its twin's kind, by 2). A
    history that holds the text of a summary is the *compaction* that follows it: the whole reply of a call
@@ -67,8 +68,17 @@ def of_request(tree: Tree, match: Match, request: ChatRequest) -> Lineage:
             return Lineage("compaction")
         if match.parent.label in _OWN:
             return Lineage(match.parent.label)
-        return Lineage("retry" if twins else "fork" if _forks(tree, match) else "continuation")
+        return Lineage("retry") if twins else _of_child(tree, match)
     return _of_root(tree, match, request, twins, compacts)
+
+
+def _of_child(tree: Tree, match: Match) -> Lineage:
+    if not _forks(tree, match):
+        return Lineage("continuation")
+    summary = _summary(tree, match.new)
+    if summary is not None and summary.label in ("side", "compaction"):
+        return Lineage("compaction", summary.call_id)
+    return Lineage("fork")
 
 
 def at_record(tree: Tree, match: Match, lineage: Lineage) -> Lineage:
@@ -203,8 +213,9 @@ def _holds(call: Call, origin: Call) -> bool:
 
 
 def _early_side_calls(calls: Iterable[Call], labels: Mapping[str, Label]) -> list[str]:
+    """Of the run's own policy: a route's calls say what they are."""
     goes_on = {call.parent for call in calls} | {call.origin for call in calls}
-    roots = [call for call in calls if call.parent is None]
+    roots = [call for call in calls if call.parent is None and not call.route]
     main = [call for call in roots if call.tools and labels[call.id] in ("continuation", "subagent")]
     found = []
     for at, call in enumerate(roots):

@@ -37,7 +37,8 @@ PoolFactory = Callable[[Policy], PolicyPool]
 
 
 class PolicyState:
-    """Follows the views of one policy."""
+    """Follows the views of one policy. ``sees``: it takes images, as all its backends do, since a session may
+    move from one to another at any call."""
 
     def __init__(self, view: PolicyView, make_pool: PoolFactory) -> None:
         self.policy = view.policy()
@@ -54,6 +55,9 @@ class PolicyState:
         active = [backend for backend in backends if backend.state is BackendState.ACTIVE]
         contexts = [self.policy.spec.context_tokens, *(each.info.context_tokens for each in active)]
         self.context_tokens = min((n for n in contexts if n is not None), default=None)
+        self.sees = self.policy.spec.interface != "tokens" and all(
+            "image" in each.spec.accepts for each in backends
+        )
         self.structured = bool(active) and all(each.info.structured for each in active)
         self.ready = bool(active) and not self.policy.paused and self.updating is None
 

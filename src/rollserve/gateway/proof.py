@@ -174,8 +174,9 @@ def check_together(
     proof = Proof()
     if [each.index for each in samples] != list(range(len(samples))):
         proof.wrong("weights", f"samples are numbered {[each.index for each in samples]}")
+    shares = Counter(sample.policy for sample in samples)
     for sample in samples:
-        if sample.count != len(samples) or abs(sample.weight * len(samples) - 1) > 1e-6:
+        if sample.count != len(samples) or abs(sample.weight * shares[sample.policy] - 1) > 1e-6:
             proof.wrong("weights", f"sample {sample.index} of {sample.count} weighs {sample.weight}")
     for call_id, times in _times_trained(samples, calls).items():
         if times != (call_id not in left_out):

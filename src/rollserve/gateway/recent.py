@@ -4,34 +4,42 @@ harness with the same instructions and tools."""
 from __future__ import annotations
 
 import threading
-from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
+
+from rollserve.records.call import pack_ids
+from rollserve.records.ids import Ids
 
 
 class RecentIds:
-    """Ids by what they are of. Beyond ``most`` ids those that were not wanted for longest are dropped. Safe
-    in several threads."""
+    """Ids by what they are of, packed, and with their text where they had one. Beyond ``most`` ids those that
+    were not wanted for longest are dropped. Safe in several threads."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._held = 0
-        self._known: dict[Hashable, array[int]] = {}
+        self._known: dict[Hashable, tuple[bytes, bytes | None]] = {}
         self._lock = threading.Lock()
 
-    def get(self, key: Hashable) -> list[int] | None:
+    def get(self, key: Hashable) -> Ids | None:
         with self._lock:
-            ids = self._known.pop(key, None)
-            if ids is None:
+            kept = self._known.pop(key, None)
+            if kept is None:
                 return None
-            self._known[key] = ids
-            return ids.tolist()
+            self._known[key] = kept
+        packed, text = kept
+        return Ids(packed=packed, text=text)
 
-    def put(self, key: Hashable, ids: Sequence[int]) -> None:
+    def put(self, key: Hashable, ids: Ids | list[int]) -> None:
         if len(ids) > self._most:
             return
-        kept = array("i", ids)
+        kept = (ids.packed, ids.text) if isinstance(ids, Ids) else (pack_ids(ids), None)
         with self._lock:
-            self._held += len(kept) - len(self._known.pop(key, ()))
+            self._held += len(ids) - self._drop(key)
             self._known[key] = kept
             while self._held > self._most:
-                self._held -= len(self._known.pop(next(iter(self._known))))
+                self._held -= self._drop(next(iter(self._known)))
+
+    def _drop(self, key: Hashable) -> int:
+        """How many ids that were."""
+        packed, _ = self._known.pop(key, (b"", None))
+        return len(packed) // 4

@@ -7,10 +7,10 @@ conversation gains, so that what was sampled is never rendered again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -19,7 +19,11 @@ from rollserve.gateway.parsing import Parsed, ReplyParser
 from rollserve.gateway.recent import RecentIds
 from rollserve.gateway.tokens import TextTokenizer
 from rollserve.records.call import Message, ToolCall
+from rollserve.records.ids import Ids
 from rollserve.records.policy import RendererSpec
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 Tools = Sequence[dict[str, Any]]
 _RECENT_IDS = 1 << 20
@@ -107,10 +111,15 @@ class Rendering:
         self._tools: tuple[Tools, list[Any]] | None = None
         self._recent = RecentIds(_RECENT_IDS)
         self.think_ids = (tokenizer.token_id("<think>"), tokenizer.token_id("</think>"))
+        self.mark_ids = tokenizer.control_ids | {each for each in self.think_ids if each is not None}
         self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
         self._parser = ReplyParser(self._renderer.parse_response, tokenizer, frozenset(self.stop_token_ids))
 
     def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """``prompt`` as numbers."""
+        return self.prompt(messages, tools).list
+
+    def prompt(self, messages: Sequence[Message], tools: Tools) -> Ids:
         """Prompt ids of a whole conversation, generation prompt included. Raises ``InvalidInput``
         when the template does not accept it."""
         if not messages:
@@ -126,7 +135,7 @@ class Rendering:
             self._recent.put(key, known)
         return known
 
-    def _render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+    def _render(self, messages: Sequence[Message], tools: Tools) -> Ids:
         named = _tool_names(messages)
         turns = [self._turn(message, named) for message in messages]
         try:
@@ -135,7 +144,7 @@ class Rendering:
             )
         except _REFUSALS as error:  # the renderer's own word on what it can't render
             raise InvalidInput(f"renderer {self.name!r}: {error}", field="messages") from error
-        return list(ids)
+        return Ids(list(ids))
 
     def said(
         self, messages: Sequence[Message], reply: Message, tools: Tools, whole: Sequence[int]
@@ -292,13 +301,34 @@ def _config(spec: RendererSpec, thinking: Literal["keep", "strip"]) -> Any:
 
     known = [name for name in configs._CONFIG_BY_NAME if name != "auto"]
     if spec.name not in known:
-        raise UnknownName("renderer", spec.name, known, field="renderer.name")
+        raise UnknownName("renderer", spec.name, known, field="renderer.name", list_all=True)
     settings: dict[str, Any] = dict(spec.options)
     if thinking == "keep" and spec.name != "default":
         settings.setdefault("thinking_retention", "all")
+    kind = configs._CONFIG_BY_NAME[spec.name]
     try:
-        return configs._CONFIG_BY_NAME[spec.name].model_validate({**settings, "name": spec.name})
+        made = kind.model_validate({**settings, "name": spec.name})
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(["renderer", "options", *(str(part) for part in first["loc"])])
-        raise InvalidInput(first["msg"], field=where) from error
+        raise _wrong_option(spec, error.errors()[0], kind.model_fields) from error
+    _check_parsers(spec)
+    return made
+
+
+def _wrong_option(spec: RendererSpec, error: ErrorDetails, known: Iterable[str]) -> InvalidInput:
+    where = ".".join(["renderer", "options", *(str(part) for part in error["loc"])])
+    if error["type"] != "extra_forbidden":
+        return InvalidInput(error["msg"], field=where)
+    options = [name for name in known if name != "name"]
+    return UnknownName(f"{spec.name} option", str(error["loc"][-1]), options, field=where, list_all=True)
+
+
+def _check_parsers(spec: RendererSpec) -> None:
+    """Those that an option names, which ``renderers`` looks for with a tokenizer at hand only."""
+    from renderers import parsers
+
+    known = {"tool_parser": parsers.TOOL_PARSERS, "reasoning_parser": parsers.REASONING_PARSERS}
+    for option, names in known.items():
+        given = spec.options.get(option)
+        if given is not None and given not in names:
+            what = option.replace("_", " ")
+            raise UnknownName(what, given, names, field=f"renderer.options.{option}", list_all=True)

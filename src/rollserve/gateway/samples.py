@@ -9,21 +9,27 @@ trained once, or left out for one reason (``left_out``).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from rollserve.gateway.lineage import settled
 from rollserve.gateway.truth import NO_TOKENS
 from rollserve.records.call import Call, Message, unpack_floats, unpack_ids
+from rollserve.records.image import PlacedImage, split_at_images
 from rollserve.records.rollout import Rollout
 from rollserve.records.run import RunSpec
 from rollserve.records.sample import LabelTokens, Sample, TokenReport
 
 SAMPLING_MASK = "sampling_mask"
 """The extra that makes a constrained call trainable."""
+
+RULED = ("label_", "route_")
+"""Begin the reasons that are the run's own rules."""
 
 _BYTES = np.dtype(np.uint8)
 
@@ -38,8 +44,8 @@ def left_out(calls: Sequence[Call], run: RunSpec) -> dict[str, str]:
     labels, spoiled = settled(calls), _spoiled(calls)
     reasons: dict[str, str] = {}
     for call in calls:
-        if call.policy:
-            reasons[call.id] = "side_policy"
+        if (route := call.route or call.policy) and not run.trains(route):
+            reasons[call.id] = f"route_{route}"
         elif labels[call.id] not in run.train_labels:
             reasons[call.id] = f"label_{labels[call.id]}"
         elif call.id in spoiled:
@@ -47,6 +53,11 @@ def left_out(calls: Sequence[Call], run: RunSpec) -> dict[str, str]:
         elif not trainable(call):
             reasons[call.id] = "constrained"
     return reasons
+
+
+def is_cause(reason: str) -> bool:
+    """Whether a reason of ``left_out`` says that a call is not token-exact."""
+    return not reason.startswith(RULED) and reason not in ("constrained", "too_old")
 
 
 def token_report(calls: Sequence[Call], samples: Sequence[Sample], run: RunSpec) -> TokenReport:
@@ -92,26 +103,29 @@ def build_samples(
     rollout: Rollout,
     run: RunSpec,
     call_rewards: Mapping[str, float] | None = None,
+    every_call: bool = False,
 ) -> list[Sample]:
-    """One sample a path. What is not exact is left out under ``drop``; under ``text`` it comes as paths of
+    """One sample a path; with ``every_call`` each call ends one of its own, in which only it is trained.
+    What is not exact is left out under ``drop``; under ``text`` it comes as paths of
     its own, with ``exact`` False, their text, and no token trained. (Under ``fail`` the attempt has
     failed before; here it leaves out like ``drop``.)"""
     reasons, spoiled = left_out(calls, run), _spoiled(calls)
     wanted = {call.id for call in calls if reasons.get(call.id, "constrained") == "constrained"}
     if run.on_inexact == "text":
         wanted |= {call_id for call_id, cause in spoiled.items() if reasons[call_id] == cause}
-    kept = [(path, spoiled.get(path[-1].id)) for path in _paths(calls, wanted, spoiled)]
-    trained = set(reasons)
+    kept = [(path, spoiled.get(path[-1].id)) for path in _paths(calls, wanted, spoiled, every_call)]
+    trained, shares = set(reasons), Counter(path[-1].policy for path, _ in kept)
     samples = []
     for index, (path, cause) in enumerate(kept):
-        parts = _Arrays(path, trained, exact=cause is None)
+        parts, policy = _Arrays(path, trained, exact=cause is None), path[-1].policy
         samples.append(
             Sample(
                 rollout_id=rollout.id,
                 rollout_index=rollout.index,
                 index=index,
                 count=len(kept),
-                weight=1.0 / len(kept),
+                weight=1.0 / shares[policy],
+                policy=policy,
                 reward=rollout.reward,
                 rewards=_rewards(path, parts.ends, len(parts.ids), rollout.reward, call_rewards or {}),
                 ids=parts.ids,
@@ -126,6 +140,7 @@ def build_samples(
                 mixed_versions=any(_mixed(call) for call in path),
                 inferred_versions=any(span.inferred for call in path for span in call.versions),
                 call_ids=tuple(call.id for call in path),
+                images=_images(path),
             )
         )
         if cause is None:
@@ -144,16 +159,42 @@ def conversation_text(path: Sequence[Call]) -> str:
 
 def _message_text(message: Message) -> str:
     parts = [f"<think>\n{message.reasoning}\n</think>"] if message.reasoning else []
-    if message.content:
-        parts.append(message.content)
+    if message.content or message.images:
+        parts.append(_seen_text(message))
     parts += [f"{call.name}({call.arguments})" for call in message.tool_calls]
     return "\n".join(parts)
 
 
-def _paths(calls: Sequence[Call], wanted: Container[str], spoiled: Container[str]) -> list[list[Call]]:
-    """Paths from a root to each wanted call with none below it, in the order of these. What is spoiled
-    does not stand for the exact calls above it."""
+def _seen_text(message: Message) -> str:
+    """With the name of each image where it stands."""
+    pieces = split_at_images(message.content, message.images)
+    names = [f"[image {image.url or f'{image.media_type} {image.digest}'}]" for image in message.images]
+    return "".join(piece + name for piece, name in zip(pieces, [*names, ""], strict=True))
+
+
+def _images(path: Sequence[Call]) -> tuple[PlacedImage, ...]:
+    """Those of its calls, placed in the sample. Where there are no ids they have no tokens."""
+    found: list[PlacedImage] = []
+    start = 0
+    for call in path:
+        known = call.images or tuple(
+            PlacedImage(image=image, start=0, end=0) for each in call.messages for image in each.images
+        )
+        found += (
+            replace(each, start=start + each.start, end=start + each.end, call_id=call.id) for each in known
+        )
+        start += (len(call.prompt_ids) + len(call.sampled_ids)) // 4
+    return tuple(found)
+
+
+def _paths(
+    calls: Sequence[Call], wanted: Container[str], spoiled: Container[str], every_call: bool
+) -> list[list[Call]]:
+    """Paths from a root to each wanted call with none below it (``every_call``: to each), in the order of
+    these. What is spoiled does not stand for the exact calls above it."""
     by_id = {call.id: call for call in calls}
+    if every_call:
+        return [_path(call, by_id) for call in calls if _said(call) and call.id in wanted]
     inner: set[str] = set()
     for call in calls:
         if not _said(call) or call.id not in wanted:

@@ -13,7 +13,7 @@ from rollserve.errors import RollserveError
 from rollserve.gateway.asgi import Answering, Gone
 from rollserve.gateway.dialects import in_its_words
 from rollserve.gateway.exchanges import Bell, Exchange
-from rollserve.gateway.forward import Answer
+from rollserve.gateway.recording import Answer
 
 _RETRY_S = 1.0
 _SPACE = b" "

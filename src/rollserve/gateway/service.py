@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 from rollserve.errors import AnothersSession, InfrastructureFailure, UnknownSecret
 from rollserve.executor.base import PolicyView
+from rollserve.gateway.answerers import OWN, Answerers, Served
 from rollserve.gateway.base import Ending, SessionSpec
-from rollserve.gateway.forward import Conversation, Served, session_closed
+from rollserve.gateway.forward import Conversation, session_closed
+from rollserve.gateway.images import ImageBounds
 from rollserve.gateway.policies import PolicyState, PoolFactory, Renderings
 from rollserve.gateway.sessions import GatewaySession
 from rollserve.records.base import new_id
@@ -28,10 +30,18 @@ class _Known(NamedTuple):
 class GatewayService:
     """``gateway.base.Gateway``. ``make_pool`` makes the pool of a policy; ``base_url`` is where
     ``gateway.http`` listens (set it once the port is known). Of ended sessions the newest
-    ``remembered`` are kept by the digest of their secret."""
+    ``remembered`` are kept by the digest of their secret. ``images`` bounds those of requests."""
 
-    def __init__(self, make_pool: PoolFactory, *, base_url: str = "", remembered: int = REMEMBERED) -> None:
+    def __init__(
+        self,
+        make_pool: PoolFactory,
+        *,
+        base_url: str = "",
+        remembered: int = REMEMBERED,
+        images: ImageBounds | None = None,
+    ) -> None:
         self.base_url = base_url
+        self._images = images or ImageBounds()
         self._remembered = remembered
         self._over: OrderedDict[bytes, _Known] = OrderedDict()
         self._make_pool = make_pool
@@ -50,14 +60,18 @@ class GatewayService:
             known.update(view)
 
     async def open_session(self, spec: SessionSpec) -> GatewaySession:
-        main = await self._served(spec.run.policy, spec.run)
-        side = await self._served(spec.run.side_policy, spec.run) if spec.run.side_policy else None
-        conversation = Conversation(new_id("ses"), spec, main, side)
+        run, served = spec.run, dict[str, Served]()
+        if spec.stage == "run":
+            served[OWN] = await self._served(run.policy, run, OWN)
+        for name, route in run.routes.items():
+            if spec.stage in route.stages:
+                served[name] = await self._served(route.policy, run, name)
+        conversation = Conversation(new_id("ses"), spec, Answerers(run, served), self._images)
         session = GatewaySession(conversation, lambda: self.base_url, self._forget)
         self._sessions[_digest(session.secret)] = session
         return session
 
-    async def _served(self, name: str, run: RunSpec) -> Served:
+    async def _served(self, name: str, run: RunSpec, route: str) -> Served:
         policy = self._policies.get(name)
         if policy is None:
             raise InfrastructureFailure(
@@ -65,11 +79,11 @@ class GatewayService:
             )
         spec = policy.policy.spec
         if spec.interface == "text":
-            return Served(policy)
+            return Served(policy, route=route)
         if spec.interface == "chat":
-            return Served(policy, tokenizer=await self._renderings.tokenizer(spec))
+            return Served(policy, tokenizer=await self._renderings.tokenizer(spec), route=route)
         rendering = await self._renderings.get(spec, run.thinking)
-        return Served(policy, rendering, rendering.tokenizer)
+        return Served(policy, rendering, rendering.tokenizer, route)
 
     def session(self, secret: str, session_id: str | None = None) -> GatewaySession:
         """The open session of a secret; ``session_id`` is the one whose address was used, if any.

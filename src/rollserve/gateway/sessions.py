@@ -12,10 +12,19 @@ from msgspec.structs import replace
 
 from rollserve.agent.base import ModelClient, Reply
 from rollserve.dialect.base import Asked
-from rollserve.errors import InfrastructureFailure, InvalidInput, LimitReached, forget_frames
+from rollserve.errors import (
+    InfrastructureFailure,
+    InvalidInput,
+    LimitReached,
+    UnknownName,
+    forget_frames,
+    listed,
+)
+from rollserve.gateway.answerers import OWN
 from rollserve.gateway.base import Ending
 from rollserve.gateway.exchanges import Exchanges
-from rollserve.gateway.forward import Answer, Conversation, session_closed
+from rollserve.gateway.forward import Conversation, session_closed
+from rollserve.gateway.recording import Answer
 from rollserve.gateway.stopping import Listener
 from rollserve.records.call import ChatRequest, Message
 
@@ -47,8 +56,11 @@ class GatewaySession:
         return InProcessModel(self)
 
     @property
-    def model_name(self) -> str:
-        return self.conversation_state.policy.policy.spec.model
+    def model_names(self) -> list[str]:
+        """What may be asked for: the run's own model, where there is one, and its routes."""
+        answerers = self.conversation_state.answerers
+        own = [] if answerers.own is None else [answerers.own.policy.policy.spec.model]
+        return own + answerers.routes
 
     @property
     def base_url(self) -> str:
@@ -71,7 +83,7 @@ class GatewaySession:
         return self.conversation_state.trouble
 
     def conversation(self) -> list[Message]:
-        newest = self.conversation_state.tree.newest
+        newest = self.conversation_state.newest
         return [] if newest is None else newest.conversation()
 
     async def call(self, request: ChatRequest, listener: Listener | None = None) -> Answer:
@@ -92,7 +104,7 @@ class GatewaySession:
         this session did not give."""
         if asked.continues is None:
             return asked
-        node = self.conversation_state.tree.get(asked.continues)
+        node = self.conversation_state.answerers.find(asked.continues)
         if node is None:
             raise InvalidInput(
                 f"no answer of this session is named {asked.continues!r}", field="previous_response_id"
@@ -100,9 +112,34 @@ class GatewaySession:
         messages = (*node.conversation(), *asked.request.messages)
         return replace(asked, continues=None, request=replace(asked.request, messages=messages))
 
+    def route_of(self, model: str) -> str:
+        """The route that a program asks for by ``model``. Any other name is the run's own: programs have
+        names of their own for what they ask."""
+        return model if model in self.conversation_state.answerers.routes else OWN
+
+    def route_named(self, model: str | None) -> str:
+        """The same for code written for the run, whose unknown names are mistakes. Raises ``UnknownName``."""
+        own = self.conversation_state.answerers.own
+        if model is None and own is None:
+            hint = listed(self.model_names)
+            raise InvalidInput("name the route: a grader has no policy of its own", field="model", hint=hint)
+        if model is None or (own is not None and model == own.policy.policy.spec.model):
+            return OWN
+        if model not in self.conversation_state.answerers.routes:
+            raise UnknownName("model", model, self.model_names, field="model", list_all=True)
+        return model
+
+    def routed(self, asked: Asked) -> Asked:
+        """The request with its route, and a model's name where it has none."""
+        route = self.route_of(asked.model)
+        request = replace(asked.request, route=route) if route else asked.request
+        return replace(asked, model=asked.model or self.model_names[0], request=request)
+
     async def stalled(self) -> InfrastructureFailure | None:
         state = self.conversation_state
-        return await state.policy.pool.stalled(self.id, state.spec.limits.run_s)
+        pools = dict.fromkeys(served.policy.pool for served in state.answerers)
+        found = await asyncio.gather(*(pool.stalled(self.id, state.spec.limits.run_s) for pool in pools))
+        return next(filter(None, found), None)
 
     async def close(self, ending: Ending = Ending.ENDED) -> None:
         state = self.conversation_state
@@ -111,7 +148,7 @@ class GatewaySession:
         await self._tasks.end()
         if not self._let_go:
             self._let_go = True
-            for served in filter(None, (state.main, state.side)):
+            for served in state.answerers:
                 served.policy.pool.release(self.id)
             self._on_close(self)
             forget_frames(state.trouble)
@@ -149,11 +186,13 @@ class InProcessModel:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
+        model: str | None = None,
     ) -> Reply:
         request = ChatRequest(
             messages=tuple(map(_storable, messages)),
             tools=tuple(tool if isinstance(tool, dict) else dict(tool) for tool in tools),
             asked={} if max_tokens is None else {"max_tokens": max_tokens},
+            route=self._session.route_named(model),
         )
         return (await self._session.call(request)).reply
 

@@ -21,6 +21,7 @@ from rollserve.gateway.parsing import Parsed
 from rollserve.gateway.rendering import Rendering
 from rollserve.gateway.streaming import AnswerText, SaidText, first_stop
 from rollserve.records.call import ChatRequest
+from rollserve.records.ids import Ids
 
 
 class Listener(Protocol):
@@ -90,7 +91,7 @@ class Ended:
 
 
 def follow(
-    rendering: Rendering | None, request: ChatRequest, prompt: list[int], listener: Listener | None
+    rendering: Rendering | None, request: ChatRequest, prompt: Ids, listener: Listener | None
 ) -> Following | Hearing | None:
     """None where nobody wants to hear of the tokens: then the answer comes whole, which costs less. Without a
     ``rendering`` the engine reads the answer itself."""
@@ -99,13 +100,13 @@ def follow(
     emit = None if listener is None else listener.let_out
     if rendering is None:
         return Hearing(SaidText(request.stop, emit), listener)
-    return Following(AnswerText(rendering, prompt, bool(request.tools), request.stop, emit), listener)
+    return Following(AnswerText(rendering, prompt.list, bool(request.tools), request.stop, emit), listener)
 
 
 def ended(
     rendering: Rendering | None,
     request: ChatRequest,
-    prompt: list[int],
+    prompt: Ids,
     routed: Routed,
     following: Following | Hearing | None,
 ) -> Ended:
@@ -122,17 +123,17 @@ def ended(
     return _late(rendering, request, prompt, routed)
 
 
-def _late(rendering: Rendering, request: ChatRequest, prompt: list[int], routed: Routed) -> Ended:
+def _late(rendering: Rendering, request: ChatRequest, prompt: Ids, routed: Routed) -> Ended:
     """For formats whose text can be told only from the complete answer."""
     ids = routed.generation.token_ids
-    said = rendering.parse(ids, request.tools, prompt, cut=True).message
+    said = rendering.parse(ids, request.tools, prompt.list, cut=True).message
     found = None if said.tool_calls else first_stop(said.content, request.stop)
     if found is None:
         return Ended(routed)
     at, stop = found
 
     def holds(count: int) -> bool:
-        part = rendering.parse(ids[:count], request.tools, prompt, cut=True).message
+        part = rendering.parse(ids[:count], request.tools, prompt.list, cut=True).message
         return part.content.find(stop) == at
 
     return Ended(_begun(routed, bisect_left(range(1, len(ids)), True, key=holds) + 1), stop)

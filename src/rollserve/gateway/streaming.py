@@ -80,6 +80,7 @@ class AnswerText(_Text):
         self._open_thoughts = rendering.streams_thinking
         self._decoder = rendering.tokenizer.stream()
         self._think, self._think_end = rendering.think_ids
+        self._marks = rendering.mark_ids
         self._state: Literal["start", "text", "thinking", "held"] = rendering.opens_with(
             prompt_tail, offered_tools
         )
@@ -88,29 +89,39 @@ class AnswerText(_Text):
         self.kept = 0
 
     def take(self, ids: Sequence[int]) -> bool:
-        """Whether the answer is at its end by one of the stops."""
-        for token_id in ids:
-            if self._state == "held":
-                return self.stopped_by is not None
-            if self.stopped_by is None:
-                self.kept += 1
-                self._take(token_id)
+        """Whether the answer is at its end by one of the stops. Tokens that came together are read together,
+        unless one of them may be the one that completes a stop."""
+        at = 0
+        while at < len(ids) and self._state != "held" and self.stopped_by is None:
+            end = at + 1 if self._stops else self._end_of_text(ids, at)
+            if end == at or ids[at] in self._marks:
+                self._mark(ids[at])
+                end = at + 1
+            elif self._state == "thinking":
+                self._grow_thought(ids[at:end])
+            else:
+                self._content(self._decoder.push(ids[at:end]))
+            self.kept += end - at
+            at = end
         return self.stopped_by is not None
 
-    def _take(self, token_id: int) -> None:
-        if self._state == "thinking":
-            if token_id == self._think_end:
-                self._close_thought()
-            elif token_id in self._control:
-                self._state = "held"
-            else:
-                self._grow_thought(token_id)
+    def _end_of_text(self, ids: Sequence[int], at: int) -> int:
+        """Where the first token that may be more than text stands, from ``at`` on."""
+        if self._marks.isdisjoint(ids):
+            return len(ids)
+        return next((end for end in range(at, len(ids)) if ids[end] in self._marks), len(ids))
+
+    def _mark(self, token_id: int) -> None:
+        if self._state == "thinking" and token_id == self._think_end:
+            self._close_thought()
         elif self._state == "start" and token_id == self._think:
             self._state = "thinking"
         elif token_id in self._control:
             self._state = "held"
+        elif self._state == "thinking":
+            self._grow_thought([token_id])
         else:
-            self._content(self._decoder.push(token_id))
+            self._content(self._decoder.push([token_id]))
 
     def _close_thought(self) -> None:
         if self._thought:
@@ -118,11 +129,11 @@ class AnswerText(_Text):
         self._state, self._begun, self._waiting = "text", False, ""
         self._decoder = self._tokenizer.stream()
 
-    def _grow_thought(self, token_id: int) -> None:
+    def _grow_thought(self, ids: Sequence[int]) -> None:
         if self._open_thoughts:
-            self._grow("reasoning", self._decoder.push(token_id))
+            self._grow("reasoning", self._decoder.push(ids))
         else:
-            self._thought.append(token_id)
+            self._thought += ids
 
     def _content(self, text: str) -> None:
         super()._content(text)

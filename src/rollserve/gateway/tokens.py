@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -25,7 +23,7 @@ from tokenizers.decoders import DecodeStream
 from rollserve.errors import InvalidInput
 from rollserve.gateway.recent import RecentIds
 from rollserve.gateway.template import ChatTemplate
-from rollserve.tiny_tokenizer import tokenizer_file
+from rollserve.gateway.tokenizer_files import TokenizerFiles, read_files
 
 OPEN, CLOSE = "\uf8f0", "\uf8f1"
 _ESCAPED = (r"\uf8f0", r"\uf8f1")
@@ -44,16 +42,6 @@ def is_control(token: str, special: bool) -> bool:
     """Whether an added token carries structure: it is special, or reads like markup. Other added
     tokens (runs of blanks, frequent phrases) are ordinary text."""
     return special or _MARKUP.fullmatch(token) is not None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerFiles:
-    """A tokenizer as found on disk or hub: its JSON, its settings, its chat template."""
-
-    name: str
-    tokenizer_json: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    chat_template: str | None = None
 
 
 class TextTokenizer:
@@ -124,7 +112,7 @@ class TextTokenizer:
         if short and (known := self._cache.get(text)) is not None:
             return known.copy()
         if not short and (recent := self._recent.get(text)) is not None:
-            return recent
+            return recent.list
         ids = self._encode_guarded(text) if OPEN in text or _ESCAPED[0] in text else self._encode(text)
         if not short:
             self._recent.put(text, ids)
@@ -215,8 +203,9 @@ class TextStream:
         self._inner = inner
         self._stream = DecodeStream(skip_special_tokens=False)
 
-    def push(self, token_id: int) -> str:
-        return self._stream.step(self._inner, token_id) or ""
+    def push(self, ids: Sequence[int]) -> str:
+        """What they add. Whole characters behind which half of one stands wait for it."""
+        return self._stream.step(self._inner, ids if len(ids) > 1 else ids[0]) or ""
 
 
 def _encoded(inner: Tokenizer, text: str) -> list[int]:
@@ -284,101 +273,8 @@ def load_tokenizer(name: str) -> TextTokenizer:
     """``name``: ``tiny`` (shipped), a directory, a ``tokenizer.json``, or a hub name. Slow (up to
     seconds for a large vocabulary): call it off the event loop. Raises ``InvalidInput`` (field
     ``tokenizer``)."""
-    files = _read_files(name)
+    files = read_files(name)
     try:
         return TextTokenizer(files)
     except Exception as error:  # the Rust library raises bare Exception for a broken file
         raise InvalidInput(f"{name!r} is no tokenizer.json: {error}", field="tokenizer") from error
-
-
-def check_tokenizer(name: str) -> None:
-    """Load what can be had without a network; a hub name is taken at its word. Slow, as
-    ``load_tokenizer`` is. Raises ``InvalidInput`` (field ``tokenizer``)."""
-    path = Path(name)
-    hub = not path.exists() and not path.is_absolute() and not name.startswith(".")
-    if name == "tiny" or not hub or name.endswith(".json"):
-        load_tokenizer(name)
-
-
-def _read_files(name: str) -> TokenizerFiles:
-    if name == "tiny":
-        return _from_directory(name, tokenizer_file().parent)
-    path = Path(name)
-    if path.is_dir():
-        return _from_directory(name, path)
-    if path.is_file():
-        return _from_directory(name, path.parent, path.name)
-    if path.is_absolute() or name.startswith(".") or name.endswith(".json"):
-        raise InvalidInput(f"no such file or directory: {name}", field="tokenizer")
-    return _from_hub(name)
-
-
-def _from_directory(name: str, folder: Path, file: str = "tokenizer.json") -> TokenizerFiles:
-    return _assemble(name, {path.name: path for path in _candidates(folder, file)}, file)
-
-
-def _candidates(folder: Path, file: str) -> Iterator[Path]:
-    for each in (file, "tokenizer_config.json", "chat_template.jinja"):
-        if (folder / each).is_file():
-            yield folder / each
-
-
-def _from_hub(name: str) -> TokenizerFiles:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-    )
-
-    found: dict[str, Path] = {}
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        try:
-            found[file] = Path(hf_hub_download(name, file))
-        except LocalEntryNotFoundError as error:  # the hub can't be reached; not cached either
-            if found:
-                continue
-            raise InvalidInput(
-                f"no folder {name!r} here, and the hub can't be reached for a model of that name",
-                field="tokenizer",
-                hint="give a directory with tokenizer.json, or a name of the hub that this machine reaches",
-            ) from error
-        except EntryNotFoundError:
-            continue  # optional, or reported below
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
-            raise InvalidInput(
-                f"can't get the tokenizer {name!r}: {error}",
-                field="tokenizer",
-                hint="give a directory with tokenizer.json, or a name of the hub that this machine reaches",
-            ) from error
-    return _assemble(name, found, "tokenizer.json")
-
-
-def _assemble(name: str, found: dict[str, Path], file: str) -> TokenizerFiles:
-    if file not in found:
-        raise InvalidInput(f"{name!r} has no {file}", field="tokenizer")
-    settings: dict[str, Any] = {}
-    try:
-        if "tokenizer_config.json" in found:
-            settings = json.loads(found["tokenizer_config.json"].read_text())
-        template = settings.get("chat_template")
-        if "chat_template.jinja" in found:
-            template = found["chat_template.jinja"].read_text()
-        tokenizer_json = found[file].read_text()
-    except (ValueError, OSError) as error:
-        raise InvalidInput(f"can't read the tokenizer {name!r}: {error}", field="tokenizer") from error
-    return TokenizerFiles(
-        name=name,
-        tokenizer_json=tokenizer_json,
-        settings=settings,
-        chat_template=_default_template(template),
-    )
-
-
-def _default_template(value: object) -> str | None:
-    """Some settings hold several templates by name."""
-    if isinstance(value, list):
-        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 from msgspec.structs import replace
 
 from rollserve.backend.base import Generation, LabelSpan
-from rollserve.records.call import SamplingParams, VersionSpan, pack_floats
+from rollserve.records.call import SamplingParams, VersionSpan, pack_floats, pack_ids
+from rollserve.records.ids import Ids
 from rollserve.records.policy import MAX_VERSION
 
 NO_TOKENS = "no_tokens"
@@ -17,6 +17,9 @@ NO_TOKENS = "no_tokens"
 
 LOGPROB_SLACK = 1e-3
 """How far above 0 rounding may lift a logprob; more is no probability."""
+
+_GREATEST = (2 - 2**-23) * 2.0**127
+"""Number of 32 bits."""
 
 
 def version_spans(
@@ -65,21 +68,31 @@ def _number(label: str) -> int | None:
 
 
 def inexact(
-    generation: Generation, sent_ids: list[int], sampling: SamplingParams, logprobs_mode: str
+    generation: Generation, sent_ids: Sequence[int], sampling: SamplingParams, logprobs_mode: str
 ) -> tuple[str | None, bytes]:
     """Why a generation can't be trained on exactly (None: it can), and its packed logprobs."""
     packed = pack_floats(generation.logprobs)
     if generation.reply is not None and generation.prompt_ids is None:
         return NO_TOKENS, packed
-    if generation.prompt_ids is not None and generation.prompt_ids != sent_ids:
+    if generation.prompt_ids is not None and not _same(generation.prompt_ids, sent_ids):
         return "backend_ids", packed
-    logprobs = np.frombuffer(packed, "<f4")
-    possible = bool((np.isfinite(logprobs) & (logprobs <= LOGPROB_SLACK)).all())
-    if len(generation.logprobs) != len(generation.token_ids) or not possible:
+    if len(generation.logprobs) != len(generation.token_ids) or not _possible(generation.logprobs):
         return "logprobs", packed
     if logprobs_mode != "processed" and _reshaped(sampling, logprobs_mode):
         return "logprobs_mode", packed
     return None, packed
+
+
+def _same(consumed: list[int], sent: Sequence[int]) -> bool:
+    """Packed ones are compared without making numbers of them."""
+    return pack_ids(consumed) == sent.packed if isinstance(sent, Ids) else consumed == sent
+
+
+def _possible(logprobs: list[float]) -> bool:
+    """Whether all are finite in 32 bits, and none is above 0. A sum with one that is no number is none."""
+    if not logprobs:
+        return True
+    return max(logprobs) <= LOGPROB_SLACK and min(logprobs) >= -_GREATEST and sum(logprobs) <= _GREATEST
 
 
 def _reshaped(sampling: SamplingParams, logprobs_mode: str) -> bool:

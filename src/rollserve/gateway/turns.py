@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from rollserve.records.call import Message, ToolCall
+from rollserve.records.image import split_at_images
 
 Messages = tuple[Message, ...]
 Tools = tuple[dict[str, Any], ...]
@@ -172,15 +173,33 @@ def _same_run(ours: list[Message], theirs: list[Message]) -> Sequence[str] | Non
     if ours[0].role == "assistant":
         verdict = judge(ours[0], theirs[0], known=False)
         return None if verdict.edited else verdict.causes
-    one, other = ([message.content for message in run] for run in (ours, theirs))
-    if not _same_text(one, other):
+    if not _same_content(ours, theirs):
         return None
+    one, other = ([message.content for message in run] for run in (ours, theirs))
     if len(one) < len(other):
         return ["messages_split"]
     pairs = list(zip(one, other, strict=False))
     if len(one) > len(other) or any(mine.strip() != back.strip() for mine, back in pairs):
         return ["messages_merged"]
-    return [cause for pair in pairs for cause in _blanks(*pair)]
+    causes = [cause for pair in pairs for cause in _blanks(*pair)]
+    return causes or ([] if ours == theirs else ["blanks_trimmed"])
+
+
+def _same_content(ours: list[Message], theirs: list[Message]) -> bool:
+    """Whether the same images stand between the same texts."""
+    (texts, images), (other_texts, other_images) = _by_images(ours), _by_images(theirs)
+    return images == other_images and all(map(_same_text, texts, other_texts))
+
+
+def _by_images(run: list[Message]) -> tuple[list[list[str]], list[tuple[str, str | None]]]:
+    """The pieces of text between images, and which these are."""
+    texts: list[list[str]] = [[]]
+    images = [(image.key, image.detail) for message in run for image in message.images]
+    for message in run:
+        first, *others = split_at_images(message.content, message.images)
+        texts[-1].append(first)
+        texts += [[piece] for piece in others]
+    return texts, images
 
 
 def _same_text(ours: Sequence[str], theirs: Sequence[str]) -> bool:

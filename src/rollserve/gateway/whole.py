@@ -8,7 +8,7 @@ logprobs of each part are those it was sampled under.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -47,7 +47,7 @@ class Whole:
 class _Part:
     routed: Routed
     versions: tuple[VersionSpan, ...]
-    sent: list[int]
+    sent: Sequence[int]
 
 
 class _Sink:
@@ -89,7 +89,9 @@ class _Making:
                 await self.policy.wait_thawed()
         generation, after = routed.generation, self.policy.policy
         low, high = sorted((before.version, after.version))
-        spans = version_spans(generation.labels, len(generation.token_ids), after.labels, low, high)
+        # A server's label is of its whole model, whatever adapters it has.
+        labels = generation.labels if routed.info.adapter_of is None else None
+        spans = version_spans(labels, len(generation.token_ids), after.labels, low, high)
         self.parts.append(_Part(routed, spans, part.token_ids))
         self.sampled += generation.token_ids
         gained = bool(generation.token_ids) or before.weights != after.weights

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from rollserve.agent.base import ModelClient
 from rollserve.errors import GraderFailure
 from rollserve.records.call import Message
 from rollserve.records.sample import is_reward
@@ -24,7 +25,9 @@ class Grading:
     """What a grader sees: the task, the answer, the conversation of the last path (model turns
     included), the ids of all calls in order, and a *fresh* sandbox with the carried files where the
     grader asked for one. ``log`` keeps a line with the attempt. Time inside ``pause()`` (waiting for
-    a slot) is not charged to the attempt's budgets."""
+    a slot) is not charged to the attempt's budgets. ``model`` asks the run's routes for graders, by name
+    (``model.chat(…, model="judge")``; in a code host a plain function's returns when it is answered); None
+    where the run has none, and in gradings of stored attempts."""
 
     task: Task
     answer: str | None
@@ -32,6 +35,7 @@ class Grading:
     call_ids: Sequence[str]
     log: Callable[[str], None]
     sandbox: Sandbox | None = None
+    model: ModelClient | None = None
     pause: Callable[[], AbstractContextManager[None]] = nullcontext
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
+from rollserve import installing
 from rollserve.errors import GraderFailure, InvalidInput
 from rollserve.grader.base import Grade, Grading
 from rollserve.usercode import params
@@ -32,8 +33,11 @@ class MathOptions(BaseModel):
 def check_installed(module: str = "math_verify") -> None:
     """Raise ``InvalidInput`` saying how to get the extra when it is missing."""
     if find_spec(module) is None:
-        hint = "pip install 'rollserve[math]'"
-        raise InvalidInput("the grader 'math' needs math-verify", field="grader.name", hint=hint)
+        raise InvalidInput(
+            "the grader 'math' needs math-verify, which is not installed",
+            field="grader.name",
+            hint=f"{installing.extra('math')}, for the server and its workers",
+        )
 
 
 class MathGrader:

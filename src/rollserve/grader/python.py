@@ -13,7 +13,7 @@ from rollserve.grader.base import Grade, Grading, check_grade
 from rollserve.usercode import params
 from rollserve.usercode.base import CodeFault, CodeHosts, CodeInfo, Use
 from rollserve.usercode.options import check_arguments, parse_options
-from rollserve.usercode.serving import sandbox_handlers
+from rollserve.usercode.serving import model_handlers, sandbox_handlers
 
 FIELD = "grader.options"
 
@@ -57,8 +57,11 @@ class PythonGrader:
             conversation=tuple(grading.conversation),
             call_ids=tuple(grading.call_ids),
             sandbox_id=None if sandbox is None else sandbox.id,
+            has_model=grading.model is not None,
         )
         handlers = {} if sandbox is None else sandbox_handlers(sandbox)
+        if grading.model is not None:
+            handlers = {**handlers, **model_handlers(grading.model)}
         async with self._hosts.open(
             Use.LEAF, handlers=handlers, log=grading.log, pause=grading.pause
         ) as host:

@@ -2,6 +2,8 @@
 
 import sys
 
+from rollserve import installing
+
 try:
     from rollserve.localserver.cli import main
 except ModuleNotFoundError as error:
@@ -9,7 +11,7 @@ except ModuleNotFoundError as error:
         raise
     sys.exit(
         f"error: the local server needs {error.name}, which is not installed\n"
-        "hint:  pip install 'rollserve[local]'"
+        f"hint:  {installing.extra('local')}"
     )
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ from another distribution than the one asked for would poison the learner silent
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from rollserve.errors import InvalidInput
+from rollserve.errors import InvalidInput, nearest
 
 Mode = Literal["keep", "wait", "abort"]
 T = TypeVar("T")
@@ -165,8 +164,7 @@ def _named(message: str, shape: type) -> InvalidInput:
         return InvalidInput(text, field=path or None)
     name = unknown["name"]
     owner: type = SamplingParams if path == "sampling_params" else shape
-    near = get_close_matches(name, [field.name for field in msgspec.structs.fields(owner)], n=1)
-    hint = f"did you mean {near[0]!r}?" if near else None
+    hint = nearest(name, [field.name for field in msgspec.structs.fields(owner)], cutoff=0.6)
     return InvalidInput(f"unknown parameter {name!r}", field=f"{path}.{name}".lstrip("."), hint=hint)
 
 

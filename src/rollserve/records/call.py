@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rollserve.records.image import Image, Picture, PlacedImage
+
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 Label = Literal["continuation", "fork", "compaction", "subagent", "retry", "side"]
@@ -31,7 +33,8 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One message, in the form all dialects are translated to and from. ``call_id`` of a model turn is
-    the call that made it, where the client sent back a signature or id of ours that says so."""
+    the call that made it, where the client sent back a signature or id of ours that says so. ``images`` (of a
+    user's message, or of a tool's result) stand in ``content``, in their order."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
@@ -40,6 +43,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool_call_id: str | None = None
     name: str | None = None
     call_id: str | None = None
+    images: tuple[Image, ...] = ()
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +51,9 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     parameters the harness asked for (recorded; the run's settings win; ``max_tokens`` can only tighten).
     ``stop`` are texts that end the answer. ``schema`` is the JSON schema the answer must have (``{}``:
     any object), None when it is free. ``hints`` are what the client says of itself: ``subagent`` (who,
-    empty for the main line), ``session``, ``purpose`` (``compaction``, ``title``), ``retry``."""
+    empty for the main line), ``session``, ``purpose`` (``compaction``, ``title``), ``retry``. ``pictures``
+    are the messages' images by their ``key``, as far as the request brought them. ``route`` is which of the
+    run's routes is asked; its own policy where that is empty."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
@@ -55,6 +61,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     schema: dict[str, Any] | None = None
     hints: dict[str, str] = {}
+    pictures: dict[str, Picture] = {}
+    route: str = ""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +131,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     (routed experts, sampling masks) by name. Times are wall-clock seconds since the epoch. ``label`` is
     what the call was taken for when it came (``gateway.lineage`` has the rules, and ``settled`` what is
     known in the end), ``origin`` the call it stems from where that is not its parent. ``policy`` is set
-    where another policy than the run's answered."""
+    where another policy than the run's answered, ``route`` where it was asked by a route of the run's.
+    ``images`` are those of ``messages``, placed in
+    ``prompt_ids``; none where there are no ids."""
 
     id: str
     parent: str | None
@@ -146,7 +156,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     origin: str | None = None
     drift: tuple[Drift, ...] = ()
     policy: str = ""
+    route: str = ""
     extras: dict[str, bytes] = {}
+    images: tuple[PlacedImage, ...] = ()
     started_at: float = 0.0
     first_token_at: float | None = None
     finished_at: float = 0.0

@@ -62,10 +62,18 @@ class TaskSource(Record):
     ``target_groups`` are the informative groups (finished and not filtered) wanted for each version of
     the policy; once they are there, what is still open is stopped, or with ``carry_over`` goes on for the
     next version. ``extra_groups`` are open beyond what is needed. Without a target, ``in_flight`` groups
-    are open at any time; it bounds them in any case."""
+    are open at any time; it bounds them in any case.
+
+    ``curriculum`` is a function (``package.module:function``) that is asked which tasks come next; ``path``
+    or ``tasks`` are then what it may choose from, by number, and may be left out. It is called by name with
+    ``wanted`` (how many at most), ``given`` (tasks so far), ``lines`` (tasks to choose from), ``results`` (of
+    the newest groups that have ended) and ``options``. It returns a list of numbers or tasks, an empty one
+    for nothing now, None when it is done."""
 
     path: Annotated[str | None, Field(min_length=1, max_length=4096)] = None
     tasks: Annotated[tuple[Task, ...], Field(max_length=256)] = ()
+    curriculum: Annotated[str | None, Field(pattern=r"^[^:\s]+:[^:\s]+$", max_length=256)] = None
+    curriculum_options: JsonObject = {}
     num_rollouts: Annotated[int, Field(ge=1, le=100_000)] = 8
     epochs: Annotated[int | None, Field(ge=1, le=1_000_000)] = 1
     shuffle_seed: Annotated[int | None, Field(ge=0, lt=2**63)] = None

@@ -99,15 +99,20 @@ class BackendKind(StrEnum):
         return "text" if self is BackendKind.TEXT else "tokens"
 
 
+Modality = Literal["text", "image"]
+
+
 class BackendSpec(Record):
     """One inference server. ``url`` is its root, without ``/v1``. ``options`` belong to the kind. It gets
-    calls in proportion to its ``weight``."""
+    calls in proportion to its ``weight``. ``accepts`` says what its model takes in messages; ``image`` is for
+    kinds that are sent messages, and is tried when it registers."""
 
     url: Annotated[str, Field(min_length=1, max_length=2048)]
     kind: BackendKind = BackendKind.VLLM
     api_key: SecretStr | None = None
     options: JsonObject = {}
     weight: Annotated[float, Field(ge=0.01, le=1000)] = 1.0
+    accepts: Annotated[list[Modality], Field(min_length=1, max_length=2)] = ["text"]
 
 
 class BackendState(StrEnum):
@@ -123,7 +128,9 @@ class BackendState(StrEnum):
 class BackendInfo(Record):
     """What probing a backend found. ``logprobs_mode`` is ``processed`` (of the sampled distribution),
     ``temperature`` (after temperature, before top_p and top_k), ``raw`` (before all three) or
-    ``unknown``. ``structured``: it can be held to a JSON schema."""
+    ``unknown``. ``structured``: it can be held to a JSON schema. ``image_token``: the id whose run stands for
+    an image among the ids it consumed, None where there is no such one. ``adapter_of``: the model is an
+    adapter (LoRA) of this one."""
 
     engine: str
     models: list[str]
@@ -131,6 +138,8 @@ class BackendInfo(Record):
     logprobs_mode: str = "unknown"
     reports_versions: bool = False
     structured: bool = False
+    image_token: int | None = None
+    adapter_of: str | None = None
     warnings: list[str] = []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from rollserve.errors import FailureKind, InvalidTransition
+from rollserve.errors import FailureKind, InvalidTransition, ProgramMissing
 from rollserve.records.base import Record
 from rollserve.records.control import GroupRule
 from rollserve.records.task import Task
@@ -75,7 +75,10 @@ class Failure(Record):
 
     @property
     def retryable(self) -> bool:
-        return self.kind in (FailureKind.INFRASTRUCTURE, FailureKind.GRADER)
+        """Not where another try would meet the same."""
+        return (
+            self.kind in (FailureKind.INFRASTRUCTURE, FailureKind.GRADER) and self.code != ProgramMissing.code
+        )
 
 
 class Stop(StrEnum):

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollserve.records.call import Float32, Int32
+from rollserve.records.image import PlacedImage
 
 MAX_REWARD = float(np.finfo(np.float32).max)
 
@@ -31,9 +32,13 @@ class Sample:
     * ``rewards`` float32 [L]: the reward at the last sampled token of the path, or per-call rewards at
       the last token of each call; 0 elsewhere. All zero when ``reward`` is None.
     * ``reward``: of the rollout, None where it has none.
-    * ``weight``: 1 / (samples of the rollout); ``index`` of ``count`` numbers them.
+    * ``weight``: 1 / (samples of the rollout by the same policy); ``index`` of ``count`` numbers all.
+    * ``policy``: whose tokens and versions these are, where it is not the run's own; it was asked by a route
+      that is trained.
     * ``extras``: the backend's opaque per-token arrays, by name, first axis L where the backend gives
       one row a token.
+    * ``images``: what the model saw beside text, placed among the ids; their bytes are artifacts of the
+      attempt (``image.artifact``), addresses left out. A model that is given the ids alone has not seen them.
     * ``exact``: False where ids are not those the model consumed; ``cause`` says why. ``text`` then
       holds the conversation.
     """
@@ -55,7 +60,9 @@ class Sample:
     truncated_by: str | None = None
     mixed_versions: bool = False
     inferred_versions: bool = False
+    policy: str = ""
     call_ids: tuple[str, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
     extras: dict[str, NDArray[np.generic]] = field(default_factory=dict)
 
     @property

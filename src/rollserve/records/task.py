@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rollserve.records.base import JsonObject, Record
+from rollserve.records.network import Network
 
 PositiveS = Annotated[float, Field(gt=0, le=7 * 86400)]
 
@@ -58,9 +59,10 @@ class AgentSpec(Record):
 
 
 class McpServer(Record):
-    """A server of tools (Model Context Protocol): a program in the sandbox that speaks over its stdin and
-    stdout (``command`` and its ``env``), or one reached by ``url``, for tasks with a network. ``tools``
-    are the ones wanted, all without it. A call may take ``Limits.command_s``, the start ``start_s``."""
+    """A server of tools (Model Context Protocol): a program in the sandbox (``command`` and its ``env``) that
+    speaks over its stdin and stdout, or, with ``url``, over HTTP on a port of the sandbox's loopback address;
+    a ``url`` alone is for one that something else starts there. ``tools`` are the ones wanted, all without
+    it. A call may take ``Limits.command_s``, the start ``start_s``."""
 
     command: Annotated[list[Value], Field(max_length=256)] = []
     env: Annotated[dict[Variable, Value], Field(max_length=200)] = {}
@@ -79,7 +81,9 @@ class GraderSpec(Record):
 class Task(Record):
     """``prepare`` are commands that are run once on ``image``, without a network and before ``files`` are
     there; what they leave is kept for every task with the same image and commands. ``files`` maps a path in
-    the sandbox (relative to its working directory, or absolute) to text.
+    the sandbox (relative to its working directory, or absolute) to text. ``network`` is where the agent's
+    sandbox may connect to through its proxy: nowhere, the hosts of a list, or any host of the public network;
+    a grader's sandbox has none.
     ``tools`` names built-in tools (``shell``, ``submit``, …) or Python functions
     (``package.module:function``); those of ``mcp_servers`` are there as ``<server>__<tool>``.
     ``artifacts`` are paths kept from the sandbox after the run.
@@ -91,6 +95,7 @@ class Task(Record):
     prepare: Annotated[list[Step], Field(max_length=100)] = []
     files: Annotated[dict[Path, str], Field(max_length=1000)] = {}
     env: Annotated[dict[Variable, Value], Field(max_length=200)] = {}
+    network: Network = "none"
     agent: AgentSpec = AgentSpec()
     tools: Annotated[list[str], Field(max_length=128)] = ["shell", "submit"]
     mcp_servers: Annotated[dict[ServerName, McpServer], Field(max_length=16)] = {}

@@ -27,23 +27,26 @@ from rollserve.errors import (
     InexactTokens,
     InfrastructureFailure,
     LimitReached,
-    UnknownName,
     forget_frames,
 )
 from rollserve.executor.base import StartAttempt
 from rollserve.gateway.base import Ending, Session, SessionSpec
 from rollserve.grader.base import Grade, Grading, check_grade
 from rollserve.records.rollout import Attempt, Stage
+from rollserve.records.run import RunStage
 from rollserve.rollouts.attempt_log import AttemptLog
 from rollserve.rollouts.clock import ActiveTimer, Deadline, Judge
 from rollserve.rollouts.failures import boundary
+from rollserve.rollouts.forks import AgentsSandboxes
 from rollserve.rollouts.holdings import Holdings, WantedSandbox
+from rollserve.rollouts.judging import Judges
 from rollserve.rollouts.keepsakes import Carried, collect_artifacts, pack, unpack
 from rollserve.rollouts.outcome import Cast, Outcome, finished
 from rollserve.rollouts.stages import StagePools
+from rollserve.rollouts.wanted import wanted_sandbox
 from rollserve.rollouts.worker_ports import AttemptObserver, Keeper, WorkerPorts
-from rollserve.sandbox.base import Sandbox, SandboxLimits, SandboxSpec
-from rollserve.store.base import Segment
+from rollserve.sandbox.base import Sandbox
+from rollserve.store.base import EndState, Segment
 
 T = TypeVar("T")
 
@@ -79,6 +82,7 @@ class AttemptRunner:
             clock=ports.clock, log=self._log, close_s=ports.bounds.close_s, observer=observer
         )
         self._outcome = Outcome(start=start, worker_id=worker_id, started_at=ports.clock.now())
+        self._judges: Judges | None = None
         self._asyncio_task: asyncio.Task[object] | None = None
         self._cancelled: str | None = None
         self._abandoned = False
@@ -145,42 +149,21 @@ class AttemptRunner:
         self._outcome.code = {**agent.code, **grader.code}
         made = agent.make(dict(task.agent.options)), grader.make(dict(task.grader.options))
         wanted = self._wanted_sandbox(agent.mounts(dict(task.agent.options)))
-        sandbox = await self._held.open_sandbox(wanted)
+        sandboxes = AgentsSandboxes(self._held, ports, wanted, task.network)
+        sandbox = await sandboxes.open()
         session = await ports.gateway.open_session(self._session_spec())
         self._held.hold_session(session)
         self._outcome.session = session
-        return Cast(agent=made[0], grader=made[1], sandbox=sandbox, session=session)
+        return Cast(agent=made[0], grader=made[1], sandbox=sandbox, fork=sandboxes.fork, session=session)
 
     def _wanted_sandbox(self, mounts: dict[str, str] | None = None) -> WantedSandbox:
         """As the task wants it; closed by this attempt, and at the latest by its time to live."""
-        task, ports = self._task, self._ports
-        name = task.runtime or ports.default_runtime
-        if name not in ports.runtimes:
-            raise UnknownName("runtime", name, ports.runtimes, field="task.runtime")
-        limits = SandboxLimits(
-            memory_mb=task.limits.memory_mb,
-            processes=task.limits.processes,
-            file_mb=task.limits.file_mb,
-            disk_mb=task.limits.disk_mb,
-            cpus=task.limits.cpus,
-        )
-        files = {path: text.encode() for path, text in task.files.items()}
         kept_s = 0.0 if self._keeper is None else self._keeper.seconds
-        return WantedSandbox(
-            runtime=ports.runtimes[name],
-            spec=SandboxSpec(
-                image=task.image,
-                prepare=tuple(task.prepare),
-                files=files,
-                env=dict(task.env),
-                limits=limits,
-                mounts=mounts or {},
-            ),
-            owner=self._start.attempt_id,
-            ttl_s=self._timer.wall_left_s + ports.bounds.ttl_margin_s + kept_s,
-        )
+        ttl_s = self._timer.wall_left_s + self._ports.bounds.ttl_margin_s + kept_s
+        owner = self._start.attempt_id
+        return wanted_sandbox(self._task, self._ports, owner=owner, ttl_s=ttl_s, mounts=mounts)
 
-    def _session_spec(self) -> SessionSpec:
+    def _session_spec(self, stage: RunStage = "run") -> SessionSpec:
         return SessionSpec(
             attempt_id=self._start.attempt_id,
             rollout_id=self._start.rollout_id,
@@ -188,6 +171,7 @@ class AttemptRunner:
             limits=self._task.limits,
             segment=self._segment,
             clock=self._timer,
+            stage=stage,
         )
 
     # -- run
@@ -255,6 +239,7 @@ class AttemptRunner:
             pause=self._timer.pause,
             sandbox=cast.sandbox,
             reach=lambda: self._held.open_route(self._ports.serve_session, session, cast.sandbox),
+            fork=cast.fork,
             session=session,
         )
         passes = (InfrastructureFailure, LimitReached)
@@ -275,6 +260,8 @@ class AttemptRunner:
         carried = Carried()
         if not isinstance(failed, LimitReached):
             carried = await self._collect(cast, carry=failed is None)
+            if failed is None:
+                await self._keep_end(cast)
         self._keep_sandbox()
         await self._leave()
         return carried
@@ -296,6 +283,20 @@ class AttemptRunner:
                 raise InfrastructureFailure(f"the files to grade: {error}", operation="carry") from error
             self._log(f"artifacts: {error}")
         return Carried()
+
+    async def _keep_end(self, cast: Cast) -> None:
+        """What another grader would need, some day. Files that can't be kept are a line in the log."""
+        paths, bounds = self._run.keep_files, self._ports.bounds
+        end = EndState(answer=self._outcome.result.answer)
+        if paths:
+            try:
+                async with Deadline(self._ports.clock, bounds.collect_s):
+                    name = f"kept-{self._start.attempt_id}"
+                    kept = await pack(cast.sandbox, paths, name=name, bounds=bounds, log=self._log)
+                end = EndState(answer=end.answer, paths=paths, workspace=kept.workspace, root=kept.root)
+            except (EpisodeFailure, TimeoutError) as error:
+                self._log(f"keep_files: {error}")
+        self._segment.append_end(end)
 
     def _check_exact(self, session: Session) -> None:
         inexact = session.counts.get("inexact", 0)
@@ -319,7 +320,8 @@ class AttemptRunner:
                 Stage.GRADE, "grade_s", limit_s, lambda: self._ask_grader(cast, carried)
             )
         except LimitReached as error:
-            if error.limit == "wall_s":
+            waited = self._judges is not None and self._judges.cut_off
+            if error.limit == "wall_s" and not waited:
                 raise
             raise GraderFailure(f"not done in time: {error}", operation="grade") from error
         if grade.call_rewards:
@@ -327,6 +329,7 @@ class AttemptRunner:
         return grade
 
     async def _ask_grader(self, cast: Cast, carried: Carried) -> Grade:
+        judges = self._judges = await self._open_judges()
         grading = Grading(
             task=self._task,
             answer=self._outcome.result.answer,
@@ -335,10 +338,21 @@ class AttemptRunner:
             log=self._log,
             pause=self._timer.pause,
             sandbox=await self._grading_sandbox(cast.grader.carry, carried),
+            model=judges,
         )
         with boundary("grade", GraderFailure, log=self._log):
             grade = await cast.grader.grade(grading)
+            if judges is not None:
+                judges.check()
             return check_grade(grade, grading.call_ids, operation="grade")
+
+    async def _open_judges(self) -> Judges | None:
+        if not any("grade" in route.stages for route in self._run.routes.values()):
+            return None
+        session = await self._ports.gateway.open_session(self._session_spec("grade"))
+        self._held.hold_session(session)
+        self._outcome.judged_in = session
+        return Judges(session)
 
     async def _grading_sandbox(self, paths: tuple[str, ...] | None, carried: Carried) -> Sandbox | None:
         if paths is None:
@@ -380,7 +394,8 @@ class AttemptRunner:
     async def _seal(self) -> None:
         """A result whose payload is lost is none: it fails as ours, unless it had failed already."""
         outcome = self._outcome
-        self._log(f"ended: {outcome.failure or f'reward {outcome.grade and outcome.grade.reward}'}")
+        why = str(outcome.failure).partition("\n")[0] if outcome.failure else None
+        self._log(f"ended: {why or f'reward {outcome.grade and outcome.grade.reward}'}")
         try:
             async with Deadline(self._ports.clock, self._ports.bounds.seal_s):
                 outcome.payload = await self._segment.seal()

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from rollserve.errors import RollserveError
 from rollserve.rollouts.worker_ports import Bounds
-from rollserve.store.base import Segment
+
+
+class Lines:
+    """The last ``most`` lines, in memory."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.kept: list[str] = []
+
+    def append_log(self, line: str) -> None:
+        self.kept.append(line)
+        del self.kept[: -self._most]
+
+
+class TakesLines(Protocol):
+    def append_log(self, line: str) -> None: ...
 
 
 class AttemptLog:
     """Writes lines to the attempt's segment. A disk that is full, or a segment that is closed
     already, must not fail an attempt for the sake of a line: ``trouble`` remembers it instead."""
 
-    def __init__(self, segment: Segment, bounds: Bounds) -> None:
+    def __init__(self, segment: TakesLines, bounds: Bounds) -> None:
         self._segment = segment
         self._line_chars = bounds.line_chars
         self._left = bounds.log_bytes

@@ -24,10 +24,11 @@ class Bell:
 
 
 class Bells:
-    """A bell for each key (a run's id); a key nobody listens to costs nothing."""
+    """A bell for each key (a run's id); a key nobody listens to costs nothing. ``any`` rings with each."""
 
     def __init__(self) -> None:
         self._events: dict[str, asyncio.Event] = {}
+        self.any = Bell()
 
     def listen(self, key: str) -> asyncio.Event:
         return self._events.setdefault(key, asyncio.Event())
@@ -36,11 +37,13 @@ class Bells:
         event = self._events.pop(key, None)
         if event is not None:
             event.set()
+        self.any.ring()
 
     def ring_all(self) -> None:
         events, self._events = self._events, {}
         for event in events.values():
             event.set()
+        self.any.ring()
 
 
 async def heard(event: asyncio.Event, timeout_s: float | None) -> bool:

@@ -33,6 +33,8 @@ def check_rule(
     rule: GroupRule, spec: RunSpec, *, num_rollouts: int | None, most_rollouts: int, field: str
 ) -> None:
     """``num_rollouts`` None: not known yet."""
+    if spec.purpose == "evaluation":
+        _check_whole(rule, field)
     if rule.stragglers == "cancel" and rule.min_usable is None:
         _refuse("stragglers = cancel needs to know how many are enough", f"{field}.min_usable")
     if rule.stragglers == "replace" and rule.straggler_s is None:
@@ -49,6 +51,21 @@ def check_rule(
         _refuse(f"the group has {num_rollouts} rollouts (num_rollouts)", f"{field}.min_usable")
     if num_rollouts + rule.oversample > most_rollouts:
         _refuse(f"at most {most_rollouts} rollouts a group, oversampled ones included", f"{field}.oversample")
+
+
+def _check_whole(rule: GroupRule, field: str) -> None:
+    """In an evaluation every rollout runs to its own end: to leave out the slow ones would be a bias."""
+    asked = {
+        "min_usable": rule.min_usable is not None,
+        "oversample": rule.oversample > 0,
+        "deadline_s": rule.deadline_s is not None,
+        "stragglers": rule.stragglers == "cancel",
+    }
+    for name, given in asked.items():
+        if given:
+            _refuse(
+                "an evaluation lets every rollout end by itself (a task's limits bound it)", f"{field}.{name}"
+            )
 
 
 def _check_filter(rule: FilterRule, field: str) -> None:
@@ -78,8 +95,17 @@ def _check_source(spec: RunSpec) -> None:
     source = spec.source
     if source is None:
         return
-    if (source.path is None) == (not source.tasks):
+    if source.path is not None and source.tasks:
         _refuse("a path or tasks: one of them", "source.path")
+    if source.path is None and not source.tasks and source.curriculum is None:
+        _refuse("a path, tasks or a curriculum", "source.path")
+    if source.curriculum is None and source.curriculum_options:
+        _refuse("without a curriculum nobody reads them", "source.curriculum_options")
+    if source.curriculum is not None:
+        if source.epochs != 1:
+            _refuse("a curriculum says itself when it is done", "source.epochs")
+        if source.shuffle_seed is not None:
+            _refuse("a curriculum says itself in which order", "source.shuffle_seed")
     if source.target_groups is None:
         if source.carry_over:
             _refuse("without target_groups nothing is carried over", "source.carry_over")

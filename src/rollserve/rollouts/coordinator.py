@@ -1,7 +1,8 @@
 """The server without HTTP: the parts, wired, and their life.
 
-``policies``, ``updates``, ``runs``, ``groups``, ``deliveries``, ``trajectories``, ``drifts``, ``verifier``,
-``events`` and ``status`` are what the API offers; the scheduler and its helpers work behind them.
+``policies``, ``updates``, ``runs``, ``groups``, ``deliveries``, ``callbacks``, ``evaluations``,
+``trajectories``, ``drifts``, ``verifier``, ``events`` and ``status`` are what the API offers; the scheduler
+and its helpers work behind them.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ import logging
 from rollserve.errors import Unavailable
 from rollserve.rollouts.bell import Bell, Bells
 from rollserve.rollouts.board import Board
+from rollserve.rollouts.callbacks import Callbacks
 from rollserve.rollouts.cancel import Canceller
 from rollserve.rollouts.deadlines import Deadlines
 from rollserve.rollouts.delivery import Deliveries, SampleMaker
 from rollserve.rollouts.drift import Drifts
 from rollserve.rollouts.endings import Endings
+from rollserve.rollouts.evaluation import Evaluations
 from rollserve.rollouts.events import EventFeed
+from rollserve.rollouts.exports import Exports
 from rollserve.rollouts.filters import Judge
 from rollserve.rollouts.fleet import Fleet
 from rollserve.rollouts.groups import Groups
 from rollserve.rollouts.policies import Policies
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.recovery import Recovery, expire_leases, recover
+from rollserve.rollouts.regrades import Regrades
 from rollserve.rollouts.runs import Runs, RunSpecs
 from rollserve.rollouts.scheduler import Scheduler
 from rollserve.rollouts.sources import Sources
@@ -79,6 +84,7 @@ class Coordinator:
         endings = Endings(
             ports, specs, self._board, self._fleet, ends, self.tally, freed=self._wake, happened=happened
         )
+        self.regrades = Regrades(ports, specs, self._fleet, self.tally, happened=happened)
         self._scheduler = Scheduler(
             ports,
             specs,
@@ -86,6 +92,7 @@ class Coordinator:
             self._fleet,
             endings,
             stops,
+            self.regrades,
             self.tally,
             wake=self._wake,
             dated=dated,
@@ -93,9 +100,17 @@ class Coordinator:
         )
         canceller = Canceller(ports, stops, ends, self.tally, happened=happened)
         self.runs = Runs(
-            ports, specs, canceller, opened=self._sources.opened, changed=self._wake, happened=happened
+            ports,
+            specs,
+            canceller,
+            self._templates,
+            opened=self._sources.opened,
+            changed=self._wake,
+            happened=happened,
         )
-        self.groups = Groups(ports, specs, canceller, self.tally, queued=self._wake, happened=happened)
+        self.groups = Groups(
+            ports, specs, canceller, self.tally, self._templates, queued=self._wake, happened=happened
+        )
         self.deliveries = Deliveries(
             ports,
             specs,
@@ -107,7 +122,10 @@ class Coordinator:
             freed=self._wake,
             happened=happened,
         )
+        self.callbacks = Callbacks(ports, self.deliveries, self.tally, finished=finished)
+        self.evaluations = Evaluations(ports, specs)
         self.trajectories = Trajectories(ports, self._maker)
+        self.exports = Exports(ports, self.groups, self._maker)
         self.drifts = Drifts(ports, self.trajectories)
         self.verifier = Verifier(ports, self.trajectories)
         self.events = EventFeed(ports, happened=happened)
@@ -134,6 +152,8 @@ class Coordinator:
                 tasks.create_task(self._deadlines.run(), name="deadlines")
                 tasks.create_task(self._judge.run(), name="filters")
                 tasks.create_task(self._sources.run(), name="sources")
+                tasks.create_task(self.regrades.run(), name="regrades")
+                tasks.create_task(self.callbacks.run(), name="callbacks")
                 tasks.create_task(self._lag.run(), name="loop lag")
                 tasks.create_task(expire_leases(self._ports, self.deliveries), name="leases")
         except BaseExceptionGroup:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rollserve.errors import LeaseLost, QueueFull
-from rollserve.gateway.samples import token_report
+from rollserve.gateway.samples import RULED, token_report
 from rollserve.records.delivery import Checkpoint, Lease
 from rollserve.records.rollout import GroupState, Rollout, RolloutState
 from rollserve.records.run import RunSpec
@@ -27,7 +27,7 @@ from rollserve.rollouts.patience import patiently
 from rollserve.rollouts.policies import Policies
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.runs import RunSpecs
-from rollserve.rollouts.staleness import FinishedGroup, FinishedRollout, enforce
+from rollserve.rollouts.staleness import FinishedGroup, FinishedRollout, enforce, versions_beside
 from rollserve.rollouts.tally import Tally
 from rollserve.store.base import Page
 
@@ -67,6 +67,16 @@ class Delivered:
     over: tuple[str, str] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How samples are made, where that is not as the run says: by which settings, from which rewards of
+    calls, and whether each call is a sample of its own."""
+
+    run: RunSpec
+    call_rewards: dict[str, float] | None = None
+    every_call: bool = False
+
+
 class SampleMaker:
     """Payload → samples, in threads."""
 
@@ -82,13 +92,15 @@ class SampleMaker:
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    async def make(self, rollout: Rollout) -> FinishedRollout:
+    async def make(self, rollout: Rollout, shape: Shape | None = None) -> FinishedRollout:
         """Never raises for what one rollout's data is like: the note says what was wrong with it."""
         if rollout.attempt_id is None or not _has_samples(rollout):
             return FinishedRollout(rollout=rollout)
-        run, _ = await patiently(self._clock, partial(self._specs.get, rollout.run_id))
+        if shape is None:
+            run, _ = await patiently(self._clock, partial(self._specs.get, rollout.run_id))
+            shape = Shape(run=run)
         try:
-            samples, note, tokens = await self._samples(rollout, run)
+            samples, note, tokens = await self._samples(rollout, shape)
         except Exception as error:  # a broken payload or a bug in the tree must not block the log
             log.exception("no samples of rollout %s", rollout.id)
             self._tally.add("payloads_unreadable")
@@ -96,7 +108,7 @@ class SampleMaker:
         return FinishedRollout(rollout=rollout, samples=samples, note=note, tokens=tokens)
 
     async def _samples(
-        self, rollout: Rollout, run: RunSpec
+        self, rollout: Rollout, shape: Shape
     ) -> tuple[list[Sample], str | None, TokenReport | None]:
         """With what was left out, and why."""
         # A store that is only busy must not pass for a payload that can't be read.
@@ -105,10 +117,13 @@ class SampleMaker:
         if attempt.payload is None:
             return [], "the attempt left no calls", None
         payload = await self._payloads.read(attempt.payload)
-        calls = payload.calls
+        calls, run = payload.calls, shape.run
+        rewards = payload.call_rewards if shape.call_rewards is None else shape.call_rewards
 
         def work() -> tuple[list[Sample], TokenReport]:
-            made = self._build(calls, rollout=rollout, run=run, call_rewards=payload.call_rewards)
+            made = self._build(
+                calls, rollout=rollout, run=run, call_rewards=rewards, every_call=shape.every_call
+            )
             return made, token_report(calls, made, run)
 
         samples, tokens = await asyncio.get_running_loop().run_in_executor(self._threads, work)
@@ -118,11 +133,10 @@ class SampleMaker:
 def _left_out(samples: Sequence[Sample], tokens: TokenReport) -> str | None:
     """Sampled tokens that are not trained, with the reasons; those that the run leaves out by its own rule
     only where nothing else is there."""
-    ruled = ("label_", "side_policy")
     left = {
         name: count
         for name, count in sorted(tokens.left_out.items())
-        if not samples or not name.startswith(ruled)
+        if not samples or not name.startswith(RULED)
     }
     if not left:
         return None if samples else "it made no model call"
@@ -189,6 +203,12 @@ class Deliveries:
             delivered = await self._fill(lease, wanted, spec)
             if delivered.groups:
                 return delivered
+
+    async def fill(self, lease: Lease) -> Delivered:
+        """What a lease that somebody took holds, by the run's rules; its ``lease`` is None where all of it is
+        too old. Raises what reading it raises, and gives the lease back then."""
+        spec, _ = await self._specs.get(lease.run_id)
+        return await self._fill(lease, Wanted(trainer=lease.trainer), spec)
 
     async def _wait(
         self, run_id: str, wanted: Wanted, until: float
@@ -264,7 +284,8 @@ class Deliveries:
     async def _enforce(
         self, lease: Lease, groups: list[FinishedGroup], spec: RunSpec, version: int
     ) -> tuple[Lease | None, list[FinishedGroup]]:
-        checked = enforce(groups, spec.staleness, version)
+        others = await versions_beside(spec, self._store.get_policy)
+        checked = enforce(groups, spec.staleness, version, others)
         await self._store.note_lease(lease.id, checked.handed, checked.withheld)
         if checked.withheld:
             self._tally.add("groups_withheld", len(checked.withheld))
@@ -348,6 +369,9 @@ class Deliveries:
         self._tally.add("checkpoints")
         self._happened.ring()
         return checkpoint
+
+    async def epoch(self, run_id: str, trainer: str) -> int:
+        return await self._store.trainer_epoch(run_id, trainer)
 
     async def rewind(self, run_id: str, trainer: str, name: str | None) -> tuple[int, int, Checkpoint | None]:
         """The trainer's new epoch, the version its policy is back at, and the checkpoint."""

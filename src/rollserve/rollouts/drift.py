@@ -31,6 +31,7 @@ class CallDrift(msgspec.Struct, frozen=True, kw_only=True):
 
     call_id: str
     label: Label
+    route: str = ""
     drift: Drift
 
 
@@ -87,7 +88,7 @@ def _met(found: RolloutDrift, cause: str | None) -> bool:
 def places(calls: Sequence[Call]) -> list[CallDrift]:
     labels = settled(calls)
     return [
-        CallDrift(call_id=call.id, label=labels[call.id], drift=drift)
+        CallDrift(call_id=call.id, label=labels[call.id], route=call.route, drift=drift)
         for call in calls
         for drift in call.drift
     ]

@@ -25,7 +25,9 @@ def boundary(
     passes: type[Exception] | tuple[type[Exception], ...] = InfrastructureFailure,
     log: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
-    """What is raised inside and is not of ``passes`` leaves as ``failure``, its traceback in ``log``.
+    """What is raised inside and is not of ``passes`` leaves as ``failure``, its traceback in ``log``. Of what
+    is a ``failure`` already, raised on purpose, ``log`` gets the message: it holds the traceback of the
+    user's code, where there is one, and ours would only hide it.
 
     A ``CancelledError`` that nobody asked for (a task of the code inside was cancelled) is a crash
     like any other.
@@ -34,10 +36,12 @@ def boundary(
         yield
     except passes:
         raise
+    except failure as error:
+        if log is not None:
+            log(error.message)
+        raise
     except Exception as error:
         _trace(error, log)
-        if isinstance(error, failure):
-            raise
         raise _as(failure, error, operation) from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()

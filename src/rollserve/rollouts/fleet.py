@@ -66,6 +66,10 @@ class Fleet:
         if worker is not None:
             worker.stats = stats
 
+    def grade_slots(self) -> dict[str, int]:
+        """Of each worker."""
+        return {name: worker.hello.slots.get("grade", 0) for name, worker in self._workers.items()}
+
     # -- for the live view
     def counters(self) -> dict[str, float]:
         total = dict(self._past)

@@ -17,8 +17,10 @@ from rollserve.rollouts.cancel import Cancelled, Canceller
 from rollserve.rollouts.control import check_rule
 from rollserve.rollouts.pages import every
 from rollserve.rollouts.ports import Ports
+from rollserve.rollouts.routes import check_routes
 from rollserve.rollouts.runs import RunSpecs, checked_key
 from rollserve.rollouts.tally import Tally
+from rollserve.rollouts.templates import Templates
 from rollserve.store.base import NewGroup, Page
 
 _CHECKS_PER_TURN = 16
@@ -46,6 +48,7 @@ class Groups:
         specs: RunSpecs,
         canceller: Canceller,
         tally: Tally,
+        templates: Templates,
         *,
         queued: Bell,
         happened: Bell,
@@ -56,6 +59,7 @@ class Groups:
         self._specs = specs
         self._canceller = canceller
         self._tally = tally
+        self._templates = templates
         self._queued = queued
         self._happened = happened
 
@@ -91,6 +95,8 @@ class Groups:
         request is sent again. Raises ``InvalidInput``, ``NotFound``, ``Conflict``, ``QueueFull``."""
         key = checked_key(key)
         spec, _ = await self._specs.get(run_id)
+        own = await self._templates.check(spec.policy, "run.policy")
+        await check_routes(spec, own, self._templates.check, "run.routes")
         await self.check(groups, spec)
         new = [
             NewGroup(
@@ -132,6 +138,11 @@ class Groups:
         cursor: str | None,
         limit: int,
     ) -> Page[Rollout]:
+        """Raises ``NotFound`` for a run or group that is not there: no page of none."""
+        if run_id is not None:
+            await self._store.get_run(run_id)
+        if group_id is not None:
+            await self._store.get_group(group_id)
         return await self._store.list_rollouts(
             run_id=run_id, group_id=group_id, state=state, cursor=cursor, limit=limit
         )

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from rollserve.agent.base import Toolbox
 from rollserve.errors import InfrastructureFailure
 from rollserve.gateway.base import Ending, Session
+from rollserve.records.network import Network
 from rollserve.rollouts.attempt_log import AttemptLog
 from rollserve.rollouts.clock import Clock, Deadline
 from rollserve.rollouts.failures import boundary
-from rollserve.rollouts.worker_ports import AttemptObserver, Keeper, ServeSession
-from rollserve.sandbox.base import Runtime, Sandbox, SandboxSpec
+from rollserve.rollouts.worker_ports import AttemptObserver, Keeper, OpenNetwork, ServeSession
+from rollserve.sandbox.base import Runtime, Sandbox, SandboxSpec, exports
+
+NETWORK_ENV_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,19 +31,20 @@ class WantedSandbox:
 
 
 class Holdings:
-    """Session, tools, route and sandboxes. What is confirmed released is forgotten; what is not stays, and
-    the next call tries it once more. ``errors`` are the releases that failed; while ``releasing``, the
-    attempt's task should not be cancelled: half a release may be none."""
+    """Session, tools, route, networks and sandboxes. What is confirmed released is forgotten; what is not
+    stays, and the next call tries it once more. ``errors`` are the releases that failed; while ``releasing``,
+    the attempt's task should not be cancelled: half a release may be none."""
 
     def __init__(self, *, clock: Clock, log: AttemptLog, close_s: float, observer: AttemptObserver) -> None:
         self._clock = clock
         self._log = log
         self._close_s = close_s
         self._observer = observer
-        self._session: Session | None = None
+        self._sessions: list[Session] = []
         self._tools: AsyncExitStack | None = None
         self._route: AsyncExitStack | None = None
         self._route_url = ""
+        self._networks = AsyncExitStack()
         self._sandboxes: list[Sandbox] = []
         self._ahead: asyncio.Task[Sandbox | None] | None = None
         self.errors: list[str] = []
@@ -96,7 +100,7 @@ class Holdings:
         return await self._tools.enter_async_context(opening)
 
     def hold_session(self, session: Session) -> None:
-        self._session = session
+        self._sessions.append(session)
 
     async def open_route(self, serve: ServeSession, session: Session, sandbox: Sandbox) -> str:
         """From the sandbox to its session: the base URL there. Opened once."""
@@ -107,16 +111,25 @@ class Holdings:
                 self._route_url = await self._route.enter_async_context(serve(session, sock))
         return self._route_url
 
+    async def open_network(self, opening: OpenNetwork, network: Network, sandbox: Sandbox) -> None:
+        """Let the sandbox out as far as ``network`` says; its shell is told how."""
+        with boundary("network.open", InfrastructureFailure, log=self._log):
+            sock = await sandbox.listen()
+            env = await self._networks.enter_async_context(opening(network, sock, log=self._log))
+            await sandbox.exec(exports(env), timeout_s=NETWORK_ENV_S)
+
     async def stop_agent_side(self, ending: Ending) -> None:
-        """Tools, then the session and the way to it: generation has stopped before the sandbox goes.
-        ``ending`` is what the session tells an agent that goes on."""
-        tools, session, route = self._tools, self._session, self._route
+        """Tools, then the sessions and the way there: generation has stopped before the sandbox goes.
+        ``ending`` is what a session tells an agent that goes on."""
+        tools, route = self._tools, self._route
         if tools is not None and await self._release("tools.close", tools.aclose()):
             self._tools = None
-        if session is not None and await self._release("session.close", session.close(ending)):
-            self._session = None
+        for session in list(self._sessions):
+            if await self._release("session.close", session.close(ending)):
+                self._sessions.remove(session)
         if route is not None and await self._release("route.close", route.aclose()):
             self._route = None
+        await self._release("network.close", self._networks.aclose())
 
     async def close_sandboxes(self) -> None:
         for sandbox in list(self._sandboxes):

@@ -75,13 +75,27 @@ async def unpack(
     await _unpack(sandbox, "/", elsewhere, carried.root, name, timeout_s)
 
 
+def missing_of(paths: Sequence[str], kept: Sequence[str]) -> list[str]:
+    """Those of ``paths`` that do not lie in what was kept."""
+    whole = [_absolute(path) for path in kept]
+    return [
+        path
+        for path in paths
+        if not any(_absolute(path) == each or _absolute(path).startswith(f"{each}/") for each in whole)
+    ]
+
+
+def _absolute(path: str) -> str:
+    return posixpath.normpath(posixpath.join(WORKDIR, path))
+
+
 def _split(paths: Sequence[str]) -> tuple[list[str], list[str]]:
     """Relative to the working directory where they lie in it, else to the root. A runtime without
     namespaces has its working directory elsewhere, and says where in ``WORKSPACE``."""
     in_workspace: list[str] = []
     elsewhere: list[str] = []
     for path in paths:
-        absolute = posixpath.normpath(posixpath.join(WORKDIR, path))
+        absolute = _absolute(path)
         if absolute == WORKDIR or absolute.startswith(f"{WORKDIR}/"):
             in_workspace.append(f".{absolute[len(WORKDIR) :]}")
         elif absolute.strip("/"):

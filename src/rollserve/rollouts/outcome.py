@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +17,8 @@ from rollserve.rollouts.failures import failure_of, plain_json
 from rollserve.sandbox.base import Sandbox
 from rollserve.store.base import SealedPayload
 
-_ANSWER_CHARS = 4000
+ANSWER_CHARS = 4000
+"""Of an answer, in the attempt's record; its payload has all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +28,14 @@ class Cast:
     agent: Agent
     grader: Grader
     sandbox: Sandbox
+    fork: Callable[[str], Awaitable[Sandbox]]
     session: Session
 
 
 @dataclass(kw_only=True)
 class Outcome:
     """``grade`` and ``failure`` exclude each other once the attempt has ended; ``troubles`` are
-    releases that failed."""
+    releases that failed; ``judged_in`` is the grader's session."""
 
     start: StartAttempt
     worker_id: str
@@ -40,6 +44,7 @@ class Outcome:
     grade: Grade | None = None
     failure: EpisodeFailure | None = None
     session: Session | None = None
+    judged_in: Session | None = None
     payload: SealedPayload | None = None
     kept_sandbox: str | None = None
     timings: dict[str, float] = field(default_factory=dict)
@@ -63,7 +68,7 @@ def finished(outcome: Outcome, now: float, detail_bytes: int) -> Attempt:
         reward=None if graded is None else float(graded.reward),
         truncated_by=outcome.result.truncated_by,
         timings=outcome.timings,
-        counts=dict(outcome.session.counts) if outcome.session else {},
+        counts=_counts(outcome.session, outcome.judged_in),
         code=outcome.code,
         detail=_detail(outcome, detail_bytes),
         payload=None if payload is None else payload.ref,
@@ -85,6 +90,14 @@ def never_started(start: StartAttempt, worker_id: str, now: float, failure: Fail
     )
 
 
+def _counts(*sessions: Session | None) -> dict[str, int]:
+    """Of all calls, a grader's too: what they sampled is the attempt's."""
+    total = Counter[str]()
+    for session in filter(None, sessions):
+        total.update(session.counts)
+    return dict(total)
+
+
 def _state(failure: EpisodeFailure | None) -> RolloutState:
     if failure is None:
         return RolloutState.COMPLETED
@@ -94,7 +107,7 @@ def _state(failure: EpisodeFailure | None) -> RolloutState:
 def _detail(outcome: Outcome, limit_bytes: int) -> dict[str, Any]:
     detail: dict[str, Any] = {}
     if outcome.result.answer is not None:
-        detail["answer"] = outcome.result.answer[:_ANSWER_CHARS]
+        detail["answer"] = outcome.result.answer[:ANSWER_CHARS]
     if outcome.result.detail:
         detail["agent"] = plain_json(outcome.result.detail, limit_bytes)
     if outcome.grade is not None and outcome.grade.detail:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import msgspec
 
-from rollserve.errors import BackendError, Conflict, InvalidInput, NotFound
+from rollserve.errors import BackendError, Conflict, InvalidInput, NotFound, listed, nearest
 from rollserve.executor.base import BackendReport, PolicyView
 from rollserve.gateway.rendering import check_renderer
-from rollserve.gateway.tokens import check_tokenizer
 from rollserve.records.base import new_id
 from rollserve.records.policy import (
     Backend,
@@ -28,7 +27,7 @@ from rollserve.rollouts.bell import Bell
 from rollserve.rollouts.pages import every
 from rollserve.rollouts.patience import patiently
 from rollserve.rollouts.ports import Ports
-from rollserve.rollouts.templates import Templates
+from rollserve.rollouts.templates import Templates, trouble_of
 from rollserve.store.base import Page
 
 T = TypeVar("T")
@@ -44,6 +43,12 @@ class BackendCheck:
     backend: Backend
     ok: bool
     detail: str = ""
+
+
+def no_backend(policy: str, backend_id: str, known: Sequence[Backend]) -> NotFound:
+    ids = [backend.id for backend in known]
+    hint = nearest(backend_id, ids, cutoff=0.8) or listed(ids)
+    return NotFound(f"policy {policy!r} has no backend {backend_id!r}", field="backend_id", hint=hint)
 
 
 def backend_json(backend: Backend) -> bytes:
@@ -64,6 +69,14 @@ def _check_interface(spec: BackendSpec, policy: PolicySpec) -> None:
             field="kind",
             hint=f"kinds with the policy's interface: {', '.join(kinds)}; or make another policy",
         )
+    if "text" not in spec.accepts:
+        raise InvalidInput("a backend takes text at least", field="accepts")
+    if "image" in spec.accepts and policy.interface == "tokens":
+        raise InvalidInput(
+            f"a backend of kind {spec.kind.value!r} is sent token ids, and images can't be sent so",
+            field="accepts",
+            hint="kinds that take images: chat, text",
+        )
 
 
 class Policies:
@@ -74,6 +87,7 @@ class Policies:
         self._clock = ports.clock
         self._executor = ports.executor
         self._probe = ports.probe_backend
+        self._check_tokenizer = ports.check_tokenizer
         self._templates = templates
         self._changed = changed
         self._happened = happened
@@ -84,14 +98,14 @@ class Policies:
 
     async def create(self, spec: PolicySpec) -> Policy:
         """The same spec again returns the policy as it is. Raises ``Conflict`` for another one,
-        ``InvalidInput`` for a renderer that there is not, or that has no such options, and where there is no
-        tokenizer and tokens."""
+        ``InvalidInput`` for a renderer that there is not, or that has no such options, for a tokenizer that
+        can't be loaded here, and where there is no tokenizer and tokens."""
         # A subclass (a request's body) would equal no stored specification.
         spec = PolicySpec.model_validate(spec.model_dump())
         if spec.interface == "tokens":
             await asyncio.to_thread(check_renderer, spec.renderer)
         if spec.tokenizer is not None:
-            await asyncio.to_thread(check_tokenizer, spec.tokenizer)
+            await self._check_tokenizer(spec.tokenizer)
         elif spec.interface != "text":
             raise InvalidInput(
                 f"a policy whose interface is {spec.interface!r} needs a tokenizer",
@@ -160,6 +174,7 @@ class Policies:
         one more than ``MAX_BACKENDS``."""
         policy = await self._store.get_policy(name)
         _check_interface(spec, policy.spec)
+        await self._check_readable(policy)
         info = await self._checked(spec, policy.spec.model)
         async with self._changing:
             known = {backend.spec.url: backend.id for backend in await self.registered(name)}
@@ -172,6 +187,16 @@ class Policies:
         self._templates.ask(name)
         await self.tell(name)
         return backend
+
+    async def _check_readable(self, policy: Policy) -> None:
+        """Of a policy whose template could not be probed: is its tokenizer there now?"""
+        if policy.spec.tokenizer is None or trouble_of(policy) is None:
+            return
+        try:
+            await self._check_tokenizer(policy.spec.tokenizer)
+        except InvalidInput as error:
+            error.field = "policy.tokenizer"
+            raise
 
     async def _checked(self, spec: BackendSpec, model: str) -> BackendInfo:
         if not spec.url.startswith(("http://", "https://")):
@@ -192,9 +217,13 @@ class Policies:
         return await self._store.list_backends(name, cursor=cursor, limit=limit)
 
     async def backend(self, name: str, backend_id: str) -> Backend:
-        backend = await self._store.get_backend(backend_id)
-        if backend.policy != name:
-            raise NotFound(f"policy {name!r} has no backend {backend_id!r}")
+        try:
+            backend = await self._store.get_backend(backend_id)
+        except NotFound:
+            backend = None
+        if backend is None or backend.policy != name:
+            await self._store.get_policy(name)
+            raise no_backend(name, backend_id, await self.registered(name))
         return backend
 
     async def drain(self, name: str, backend_id: str) -> Backend:

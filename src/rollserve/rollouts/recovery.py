@@ -32,6 +32,8 @@ async def recover(ports: Ports, deliveries: Deliveries) -> Recovery:
     requeued = await ports.store.recover(ports.clock.now(), await _salvage(ports))
     await ports.store.end_due_groups(ports.clock.now())  # before they are started in vain
     expired = await deliveries.expire()
+    await ports.store.recover_gradings()
+    await ports.store.recover_messages(ports.clock.now())
     removed = await ports.payloads.sweep(await ports.store.list_payloads())
     if requeued or removed:
         log.info("after the last stop: %d rollouts run again, %d payloads removed", requeued, removed)

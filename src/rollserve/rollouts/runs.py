@@ -9,13 +9,17 @@ from collections.abc import Awaitable, Callable
 
 from rollserve.errors import Conflict, InvalidInput, NotFound, UnknownName
 from rollserve.records.base import new_id
+from rollserve.records.policy import Policy
 from rollserve.records.run import Run, RunSpec, RunState, SourceStatus
 from rollserve.records.sample import is_reward
 from rollserve.rollouts.bell import Bell
 from rollserve.rollouts.cancel import Cancelled, Canceller
 from rollserve.rollouts.control import check_spec
 from rollserve.rollouts.ports import Ports
+from rollserve.rollouts.routes import check_routes
+from rollserve.rollouts.templates import Templates
 from rollserve.store.base import Bin, Page
+from rollserve.webhooks import check_secret
 
 _MAX_KEY = 200
 _CLOSED = "the run was closed"
@@ -45,7 +49,7 @@ class RunSpecs:
         known = self._known.get(run_id)
         if known is None:
             spec = (await self._store.get_run(run_id)).spec
-            told = spec.model_dump_json(exclude={"source"})  # its tasks are nothing to a worker
+            told = spec.model_dump_json(exclude={"source", "callback"})  # these are nothing to a worker
             known = self._known[run_id] = (spec, told.encode())
             while len(self._known) > self._KEPT:
                 self._known.popitem(last=False)
@@ -65,6 +69,7 @@ class Runs:
         ports: Ports,
         specs: RunSpecs,
         canceller: Canceller,
+        templates: Templates,
         *,
         opened: Callable[[RunSpec], Awaitable[SourceStatus | None]],
         changed: Bell,
@@ -75,34 +80,39 @@ class Runs:
         self._clock = ports.clock
         self._specs = specs
         self._canceller = canceller
-        self._check_filter = ports.check_filter
+        self._templates = templates
+        self._check_function = ports.check_function
+        self._check_url = ports.poster.check
         self._most_rollouts = ports.settings.api.max_rollouts_per_group
         self._opened = opened
         self._changed = changed
         self._happened = happened
         self._opening = asyncio.Lock()
 
-    async def open(self, spec: RunSpec, key: str | None = None) -> Run:
+    async def open(self, spec: RunSpec, key: str | None = None, callback_secret: str | None = None) -> Run:
         """With ``key`` the request may be sent again: the run of then comes back. Raises
-        ``UnknownName`` for a policy that is not there, ``Conflict`` for a key used with another spec."""
+        ``UnknownName`` for a policy that is not there, ``InvalidInput`` for one that can't be read,
+        ``Conflict`` for a key used with another spec or secret."""
         key = checked_key(key)
         # A subclass (a request's body) would equal no stored specification.
-        spec = RunSpec.model_validate(spec.model_dump())
+        spec = RunSpec.model_validate(spec.model_dump(include=set(RunSpec.model_fields)))
         await self._check(spec)
+        self._check_callback(spec, callback_secret)
+        run = Run(id=new_id("run"), spec=spec, created_at=self._clock.now())
         if key is None:
-            return await self._create(Run(id=new_id("run"), spec=spec, created_at=self._clock.now()))
-        run_id = f"run_{hashlib.sha256(key.encode()).hexdigest()[:20]}"
+            return await self._create(run, callback_secret)
+        run = run.model_copy(update={"id": f"run_{hashlib.sha256(key.encode()).hexdigest()[:20]}"})
         async with self._opening:
             try:
-                known = await self._store.get_run(run_id)
+                known = await self._store.get_run(run.id)
             except NotFound:
-                return await self._create(Run(id=run_id, spec=spec, created_at=self._clock.now()))
-        if known.spec != spec:
+                return await self._create(run, callback_secret)
+        if known.spec != spec or await self._store.callback_secret(run.id) != callback_secret:
             raise Conflict("this key opened a run with other settings", field="Idempotency-Key")
         return known
 
-    async def _create(self, run: Run) -> Run:
-        run = await self._store.create_run(run, await self._opened(run.spec))
+    async def _create(self, run: Run, callback_secret: str | None) -> Run:
+        run = await self._store.create_run(run, await self._opened(run.spec), callback_secret)
         self._changed.ring()
         self._happened.ring()
         return run
@@ -114,14 +124,23 @@ class Runs:
         check_spec(spec, most_rollouts=self._most_rollouts)
         for index, rule in enumerate(spec.filters):
             if ":" in rule.name:
-                await self._check_filter(rule.name, f"filters.{index}.name")
-        await self._check_policy(spec.policy, "policy")
-        if spec.side_policy is not None:
-            await self._check_policy(spec.side_policy, "side_policy")
+                await self._check_function(rule.name, f"filters.{index}.name")
+        own = await self._check_policy(spec.policy, "policy")
+        await check_routes(spec, own, self._check_policy)
 
-    async def _check_policy(self, name: str, field: str) -> None:
+    def _check_callback(self, spec: RunSpec, secret: str | None) -> None:
+        if spec.callback is None:
+            if secret is not None:
+                raise InvalidInput("there is no callback that it could be for", field="callback_secret")
+            return
+        self._check_url(spec.callback.url, "callback.url")
+        if secret is None:
+            raise InvalidInput("a callback is signed with it", field="callback_secret")
+        check_secret(secret, "callback_secret")
+
+    async def _check_policy(self, name: str, field: str) -> Policy:
         try:
-            await self._store.get_policy(name)
+            return await self._templates.check(name, field)
         except NotFound as error:
             known = [policy.spec.name for policy in (await self._store.list_policies()).items]
             raise UnknownName("policy", name, known, field=field) from error
@@ -129,8 +148,10 @@ class Runs:
     async def get(self, run_id: str) -> Run:
         return await self._store.get_run(run_id)
 
-    async def page(self, *, cursor: str | None, limit: int) -> Page[Run]:
-        return await self._store.list_runs(cursor=cursor, limit=limit)
+    async def page(
+        self, *, state: RunState | None, newest: bool, cursor: str | None, limit: int
+    ) -> Page[Run]:
+        return await self._store.list_runs(state=state, newest=newest, cursor=cursor, limit=limit)
 
     async def counts(self, run_id: str) -> dict[str, int]:
         await self._specs.get(run_id)

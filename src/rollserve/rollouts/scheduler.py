@@ -16,6 +16,7 @@ from rollserve.executor.base import (
     AttemptEnded,
     BackendReport,
     FromWorker,
+    GradingEnded,
     StageChanged,
     StartAttempt,
     WorkerHello,
@@ -29,6 +30,7 @@ from rollserve.rollouts.endings import Endings
 from rollserve.rollouts.fleet import Fleet
 from rollserve.rollouts.patience import patiently
 from rollserve.rollouts.ports import Ports
+from rollserve.rollouts.regrades import Regrades
 from rollserve.rollouts.retries import NOT_SENT, OVERDUE, STRAGGLER, WORKER_LOST
 from rollserve.rollouts.runs import RunSpecs
 from rollserve.rollouts.stops import Stops
@@ -59,6 +61,7 @@ class Scheduler:
         fleet: Fleet,
         endings: Endings,
         stops: Stops,
+        regrades: Regrades,
         tally: Tally,
         *,
         wake: Bell,
@@ -73,6 +76,7 @@ class Scheduler:
         self._fleet = fleet
         self._endings = endings
         self._stops = stops
+        self._regrades = regrades
         self._tally = tally
         self._wake = wake
         self._dated = dated
@@ -174,6 +178,9 @@ class Scheduler:
             case WorkerHello():
                 self._fleet.greet(message)
                 self._wake.ring()
+                self._regrades.ring()
+            case GradingEnded():
+                self._spawn(self._regrades.ended(worker_id, message))
             case BackendReport():
                 self._spawn(self._on_backend(message))
             case WorkerLost() if not self._stopping:
@@ -188,6 +195,7 @@ class Scheduler:
         attempts = self._fleet.lose(worker_id)
         log.warning("worker %s lost with %d attempts: %s", worker_id, len(attempts), detail)
         self._tally.add("workers_lost")
+        self._spawn(self._regrades.lost(worker_id))
         for attempt_id in attempts:
             running = self._board.get(attempt_id)
             if running is not None:

@@ -22,9 +22,11 @@ from rollserve.records.control import TaskSource
 from rollserve.records.run import RunSpec, SourceState, SourceStatus
 from rollserve.records.task import Task
 from rollserve.rollouts.bell import Bell, heard
+from rollserve.rollouts.curriculum import Curriculum
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.runs import RunSpecs
 from rollserve.rollouts.stops import GroupEnds
+from rollserve.rollouts.taken import Taken
 from rollserve.rollouts.tally import Tally
 from rollserve.store.base import Fed, NewGroup, Supply, TaskLines
 
@@ -74,17 +76,6 @@ class Reading:
         return self.order[at]
 
 
-@dataclass(slots=True)
-class Taken:
-    """Tasks from one place to the next."""
-
-    next: int
-    groups: list[NewGroup] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
-    state: SourceState = SourceState.RUNNING
-    detail: str = ""
-
-
 def needed(source: TaskSource, spec: RunSpec, supply: Supply) -> int | None:
     """Informative groups still missing for the versions that may be worked for; None without a target."""
     if source.target_groups is None:
@@ -115,13 +106,19 @@ class Sources:
         self._tally = tally
         self._wake = wake
         self._reading: dict[str, Reading] = {}
+        self._check_function = ports.check_function
+        self._curriculum = Curriculum(ports, self._task)
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        """Curricula that are thinking, by run: no other source waits for them."""
 
     async def opened(self, spec: RunSpec) -> SourceStatus | None:
         """The source of a run that is about to be opened. Raises ``InvalidInput``."""
         if spec.source is None:
             return None
+        if spec.source.curriculum is not None:
+            await self._check_function(spec.source.curriculum, "source.curriculum")
         tasks = await self._tasks(spec.source)
-        if not tasks.lines:
+        if not tasks.lines and spec.source.curriculum is None:
             raise InvalidInput("there is no task in it", field="source.path")
         if isinstance(tasks, InlineTasks):
             if tasks.size_bytes > MAX_INLINE_BYTES:
@@ -141,12 +138,21 @@ class Sources:
 
     async def run(self) -> None:
         """Until cancelled."""
+        try:
+            await self._run()
+        finally:
+            for task in self._asking.values():
+                task.cancel()
+            await asyncio.gather(*self._asking.values(), return_exceptions=True)
+
+    async def _run(self) -> None:
         while True:
             rung = self._wake.listen()
             try:
                 runs = await self._store.list_sources()
                 for gone in self._reading.keys() - set(runs):
                     del self._reading[gone]
+                    self._curriculum.forget(gone)
                 for run_id in runs:
                     await self._supply(run_id)
             except Exception:
@@ -168,9 +174,37 @@ class Sources:
         if missing is not None and missing <= 0:
             await self._enough(run_id, source, supply)
         elif supply.source.state is SourceState.RUNNING and (wanted := room(source, spec, supply)) > 0:
-            await self._feed(run_id, spec, source, supply.source, min(wanted, _STEP))
+            if source.curriculum is not None:
+                self._begin_asking(run_id, spec, source, supply.source, min(wanted, _STEP))
+                return
+            taken = await self._take(run_id, spec, source, supply.source, min(wanted, _STEP))
+            await self._feed(run_id, supply.source, taken)
             if wanted > _STEP:
                 self._wake.ring()
+
+    def _begin_asking(
+        self, run_id: str, spec: RunSpec, source: TaskSource, status: SourceStatus, wanted: int
+    ) -> None:
+        if run_id not in self._asking:
+            asking = self._ask(run_id, spec, source, status, wanted)
+            task = self._asking[run_id] = asyncio.create_task(asking, name=f"curriculum {run_id}")
+            task.add_done_callback(lambda _: self._asking.pop(run_id, None))
+
+    async def _ask(
+        self, run_id: str, spec: RunSpec, source: TaskSource, status: SourceStatus, wanted: int
+    ) -> None:
+        """What it gives is fed only if the source is still where it was."""
+        try:
+            tasks = (await self._reader(run_id, source, status)).tasks
+            taken = await self._curriculum.take(run_id, spec, source, status, tasks, wanted)
+        except InvalidInput as error:
+            taken = Taken(next=status.position, state=SourceState.FAILED, detail=error.message)
+        try:
+            if taken.groups or taken.broken or taken.state is not SourceState.RUNNING:
+                await self._feed(run_id, status, taken)
+        except Exception:  # an edge: the loop looks again by itself
+            log.exception("a curriculum's tasks could not be stored")
+            self._tally.add("store_errors")
 
     async def _enough(self, run_id: str, source: TaskSource, supply: Supply) -> None:
         if not supply.open:
@@ -183,10 +217,7 @@ class Sources:
             self._tally.add("groups_stopped", stopped.left)
             self._ends.tell(stopped, run_id)
 
-    async def _feed(
-        self, run_id: str, spec: RunSpec, source: TaskSource, status: SourceStatus, wanted: int
-    ) -> None:
-        taken = await self._take(run_id, spec, source, status, wanted)
+    async def _feed(self, run_id: str, status: SourceStatus, taken: Taken) -> None:
         fed = Fed(
             position=status.position,
             next=taken.next,

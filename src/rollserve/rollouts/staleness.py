@@ -1,19 +1,22 @@
 """How old the samples of a delivery are, and what the run's rule makes of it. Pure.
 
 Staleness of a rollout is the policy's version at the hand-over less that of its oldest trained token:
-what it waited in queues counts, since the version moved on meanwhile.
+what it waited in queues counts, since the version moved on meanwhile. Tokens of a route that is trained
+are as old as they are by its own policy's version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 
 from rollserve.records.control import StalenessRule
+from rollserve.records.policy import Policy
 from rollserve.records.rollout import Group, Rollout
+from rollserve.records.run import RunSpec
 from rollserve.records.sample import Sample, TokenReport
 from rollserve.store.base import Handed
 
@@ -64,34 +67,50 @@ class Checked:
     handed: list[Handed]
 
 
-def enforce(groups: Sequence[FinishedGroup], rule: StalenessRule, version: int) -> Checked:
+async def versions_beside(run: RunSpec, get: Callable[[str], Awaitable[Policy]]) -> dict[str, int]:
+    """Of the policies that are trained beside the run's own, by name."""
+    names = {route.policy for route in run.routes.values() if route.train} - {run.policy}
+    return {name: (await get(name)).version for name in sorted(names)}
+
+
+def enforce(
+    groups: Sequence[FinishedGroup],
+    rule: StalenessRule,
+    version: int,
+    others: Mapping[str, int] | None = None,
+) -> Checked:
+    """``version`` is the run's own policy's now; ``others`` are those of other policies that are trained."""
+    now = {**(others or {}), "": version}
     kept: list[FinishedGroup] = []
     withheld: list[str] = []
     handed: list[Handed] = []
     for group in groups:
-        aged = [_aged(rollout, rule, version) for rollout in group.rollouts]
+        aged = [_aged(rollout, rule, now) for rollout in group.rollouts]
         if rule.on_stale == "withhold" and any(rollout.stale for rollout in aged):
             withheld.append(group.group.id)
             handed += [_handed(each, dropped=True) for each in aged if each.samples]
             continue
-        done = [_enforced(rollout, rule, version) for rollout in aged]
+        done = [_enforced(rollout, rule, now) for rollout in aged]
         kept.append(replace(group, rollouts=[rollout for rollout, _ in done]))
         handed += [each for _, each in done if each is not None]
     return Checked(groups=kept, withheld=withheld, handed=handed)
 
 
-def _aged(rollout: FinishedRollout, rule: StalenessRule, version: int) -> FinishedRollout:
-    oldest = [sample.oldest_version for sample in rollout.samples]
-    known = [each for each in oldest if each is not None]
-    if not known:
+def _aged(rollout: FinishedRollout, rule: StalenessRule, now: Mapping[str, int]) -> FinishedRollout:
+    behind = [
+        now[sample.policy] - sample.oldest_version
+        for sample in rollout.samples
+        if sample.oldest_version is not None
+    ]
+    if not behind:
         return rollout
-    staleness = max(0, version - min(known))
+    staleness = max(0, *behind)
     bound = rule.max_staleness
     return replace(rollout, staleness=staleness, stale=bound is not None and staleness > bound)
 
 
 def _enforced(
-    rollout: FinishedRollout, rule: StalenessRule, version: int
+    rollout: FinishedRollout, rule: StalenessRule, now: Mapping[str, int]
 ) -> tuple[FinishedRollout, Handed | None]:
     if not rollout.stale:
         return rollout, _handed(rollout) if rollout.rollout.attempt_id else None
@@ -100,8 +119,10 @@ def _enforced(
         tokens = _too_old(rollout.tokens, _trained(rollout.samples))
         return replace(rollout, samples=[], note=note, tokens=tokens), _handed(rollout, dropped=True)
     if rule.on_stale == "mask":
-        oldest = version - (rule.max_staleness or 0)
-        samples = [replace(s, loss_mask=s.loss_mask & (s.versions >= oldest)) for s in rollout.samples]
+        most = rule.max_staleness or 0
+        samples = [
+            replace(s, loss_mask=s.loss_mask & (s.versions >= now[s.policy] - most)) for s in rollout.samples
+        ]
         masked = _trained(rollout.samples) - _trained(samples)
         done = replace(rollout, samples=samples, tokens=_too_old(rollout.tokens, masked))
         return done, _handed(done, masked)

@@ -8,22 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollserve.errors import QueueFull, Unavailable
-from rollserve.records.policy import Backend
+from rollserve.records.policy import Backend, BackendState, Policy
 from rollserve.rollouts.board import Board
 from rollserve.rollouts.delivery import Deliveries
 from rollserve.rollouts.events import EventFeed
 from rollserve.rollouts.fleet import Fleet
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.tally import LoopLag, Tally
-from rollserve.store.base import Bin
+from rollserve.store.base import Bin, Page
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Counters only grow; ``stages`` and ``slots`` are summed over all workers; ``backends`` are the
-    first 1000; ``bins`` are the histograms of all runs together (``store.base.Store.run_bins``)."""
+    """Counters only grow; ``stages`` and ``slots`` are summed over all workers; ``backends`` and
+    ``policies`` are the first 1000; ``callbacks`` are messages by state; ``bins`` are the histograms of all
+    runs together (``store.base.Store.run_bins``)."""
 
     uptime_s: float
     workers: list[dict[str, Any]]
@@ -36,6 +37,8 @@ class Snapshot:
     event_readers: int
     loop_lag_ms_p99: float
     backends: list[dict[str, Any]]
+    policies: list[dict[str, Any]]
+    callbacks: dict[str, int]
     bins: dict[str, dict[str, Bin]]
 
 
@@ -44,7 +47,8 @@ class Status:
     """Counts from the store are shared by all who ask within this time."""
     _PATIENCE_S = 2.0
     """For a busy store: after it, what was known before is shown again."""
-    _MAX_BACKENDS = 1000
+    _MOST = 1000
+    """Backends and policies shown."""
 
     def __init__(
         self,
@@ -69,6 +73,8 @@ class Status:
         self._asked_at = float("-inf")
         self._queued = 0
         self._backends: list[dict[str, Any]] = []
+        self._policies: list[dict[str, Any]] = []
+        self._callbacks: dict[str, int] = {}
         self._bins: dict[str, dict[str, Bin]] = {}
 
     async def snapshot(self) -> Snapshot:
@@ -86,6 +92,8 @@ class Status:
             event_readers=self._feed.readers,
             loop_lag_ms_p99=max(self._lag.p99_ms, self._fleet.loop_lag_ms_p99),
             backends=[live.get(backend["id"], {}) | backend for backend in self._backends],
+            policies=self._policies,
+            callbacks=self._callbacks,
             bins=self._bins,
         )
 
@@ -96,9 +104,12 @@ class Status:
             try:
                 async with asyncio.timeout(self._PATIENCE_S):
                     self._queued = await self._store.count_queued()
-                    listed = await self._store.list_backends(limit=self._MAX_BACKENDS)
+                    listed = await self._store.list_backends(limit=self._MOST)
+                    policies = await self._store.list_policies(limit=self._MOST)
+                    self._callbacks = await self._store.count_messages()
                     self._bins = await self._store.run_bins(None)
                     self._backends = [_described(backend) for backend in listed.items]
+                    self._policies = _policies(policies.items, listed)
             except (TimeoutError, QueueFull, Unavailable) as error:
                 log.warning("the store is too busy to be counted: %r", error)
             self._asked_at = self._clock.monotonic()
@@ -113,6 +124,24 @@ def _described(backend: Backend) -> dict[str, Any]:
         "state": backend.state.value,
         "error": backend.error,
     }
+
+
+def _policies(policies: list[Policy], backends: Page[Backend]) -> list[dict[str, Any]]:
+    """With their backends counted, where all of them are on the page."""
+    states: dict[str, list[BackendState]] = {}
+    for backend in backends.items:
+        states.setdefault(backend.policy, []).append(backend.state)
+    whole = backends.next is None
+    return [
+        {
+            "name": policy.spec.name,
+            "version": policy.version,
+            "paused": policy.paused,
+            "backends": len(states.get(policy.spec.name, [])) if whole else None,
+            "active": states.get(policy.spec.name, []).count(BackendState.ACTIVE) if whole else None,
+        }
+        for policy in policies
+    ]
 
 
 def _sum(*counts: dict[str, float]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 Until a policy's template has been probed its ``template`` is None. What can't be probed here (a hub name
 that this machine can't reach, a probe that does not end) is stored as ``unknown`` with the reason, and
-tried again when a backend is registered.
+tried again when a backend is registered, and when groups are submitted, which are refused meanwhile.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from rollserve.errors import NotFound
+from rollserve.errors import InvalidInput, NotFound
 from rollserve.records.policy import Policy
 from rollserve.rollouts.bell import Bell
 from rollserve.rollouts.pages import every
@@ -27,6 +27,13 @@ def is_probed(policy: Policy) -> bool:
     return policy.template is not None and policy.template.keep.verdict != "unknown"
 
 
+def trouble_of(policy: Policy) -> str | None:
+    """Why it can't be read; None where that is not known to be so."""
+    if is_probed(policy) or policy.template is None:
+        return None
+    return policy.template.keep.detail or "its chat template could not be probed"
+
+
 class Templates:
     """``run`` until cancelled; ``ask`` puts a policy in line (once, however often it is asked)."""
 
@@ -41,6 +48,21 @@ class Templates:
     def ask(self, name: str) -> None:
         self._wanted[name] = None
         self._some.set()
+
+    async def check(self, name: str, field: str) -> Policy:
+        """The policy. Raises ``InvalidInput`` for one of which the last probe failed: a rollout would fail as
+        it did, after all its tries. It is probed again then. ``NotFound`` without the policy."""
+        policy = await self._store.get_policy(name)
+        trouble = trouble_of(policy)
+        if trouble is None:
+            return policy
+        self.ask(name)
+        raise InvalidInput(
+            f"policy {name!r} can't be used: {trouble}",
+            field=field,
+            hint="mend what is wrong and try again in a few seconds: it is being looked at anew; a policy's "
+            "settings do not change, so a wrong renderer wants another policy",
+        )
 
     async def run(self) -> None:
         for policy in await every(self._store.list_policies):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollserve.errors import NotFound
-from rollserve.records.call import Call, Message
 from rollserve.records.rollout import Attempt
 from rollserve.rollouts.delivery import SampleMaker
 from rollserve.rollouts.ports import Ports
@@ -59,14 +57,3 @@ class Trajectories:
     async def samples(self, rollout_id: str) -> FinishedRollout:
         """As a delivery would hand them over."""
         return await self._maker.make(await self._store.get_rollout(rollout_id))
-
-
-def conversation(calls: Sequence[Call]) -> list[Message]:
-    """Root to the newest call, the model's own turns included."""
-    by_id = {call.id: call for call in calls}
-    path: list[Call] = []
-    call = calls[-1] if calls else None
-    while call is not None:
-        path.append(call)
-        call = by_id.get(call.parent) if call.parent is not None else None
-    return [message for step in reversed(path) for message in (*step.messages, step.reply)]

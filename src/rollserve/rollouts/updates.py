@@ -150,11 +150,18 @@ class Updates:
             return await self._give_up(update, UpdateState.ABORTED, "aborted by the trainer")
 
     async def commit(
-        self, name: str, update_id: str, version: int, label: str | None, figures: list[float] | None
+        self,
+        name: str,
+        update_id: str,
+        version: int,
+        label: str | None,
+        figures: list[float] | None,
+        adapter_path: str | None = None,
     ) -> Policy:
-        """The same again is answered the same. Raises ``LeaseLost`` when it is over, ``Conflict`` before it
-        is ready or when backends disagree, ``VersionRegression``, ``StaleEpoch`` after a rewind,
-        ``InvalidInput`` (field ``canary``), ``BackendUnavailable`` when no backend can be told."""
+        """The same again is answered the same. With ``adapter_path`` each backend loads it. Raises
+        ``LeaseLost`` when it is over, ``Conflict`` before it is ready or when backends disagree,
+        ``VersionRegression``, ``StaleEpoch`` after a rewind, ``InvalidInput`` (fields ``canary``,
+        ``adapter_path``), ``BackendUnavailable`` when no backend can be told."""
         async with self._locks[name]:
             policy = await self._store.get_policy(name)
             known = _its(policy, update_id)
@@ -163,7 +170,7 @@ class Updates:
             _check_open(known)
             label = label or str(version)
             self._check_commit(policy, known, version, label, figures)
-            told = await self._announced(known, label)
+            told = await self._announced(known, label, adapter_path)
             judgement = await self._judge(policy, version, figures)
             done = known.model_copy(
                 update={"state": UpdateState.COMMITTED, "version": version, "label": label}
@@ -254,12 +261,15 @@ class Updates:
                 return False
         return True
 
-    async def _announced(self, update: WeightUpdate, label: str) -> set[str]:
+    async def _announced(self, update: WeightUpdate, label: str, adapter_path: str | None) -> set[str]:
         """Label and empty cache, then on; the backends that have heard it."""
         backends = [b for b in await self._policies.registered(update.policy) if b.id in update.backends]
+        if adapter_path is not None and (whole := [b for b in backends if b.info.adapter_of is None]):
+            message = f"{whole[0].spec.url} serves the policy as a whole model, and no adapter"
+            raise InvalidInput(message, field="adapter_path")
 
         async def tell(control: Control) -> None:
-            await control.announce(label)
+            await control.announce(label, adapter_path)
             await control.resume()
 
         failed = await self._each(backends, tell)
@@ -290,7 +300,11 @@ class Updates:
 
     @asynccontextmanager
     async def _control(self, backend: Backend) -> AsyncIterator[Control]:
-        control = self._ports.open_control(backend.spec, await self._policies.shared_with(backend))
+        adapter = None
+        if backend.info.adapter_of is not None:
+            adapter = (await self._store.get_policy(backend.policy)).spec.model
+        shared_with = await self._policies.shared_with(backend)
+        control = self._ports.open_control(backend.spec, shared_with, adapter)
         try:
             yield control
         finally:
@@ -438,7 +452,12 @@ class Updates:
 
 def _its(policy: Policy, update_id: str) -> WeightUpdate:
     if policy.update is None or policy.update.id != update_id:
-        raise NotFound(f"{update_id!r} is not the last update of policy {policy.spec.name!r}")
+        last = "it has none" if policy.update is None else f"the last one is {policy.update.id}"
+        raise NotFound(
+            f"{update_id!r} is not the last update of policy {policy.spec.name!r}",
+            field="update_id",
+            hint=last,
+        )
     return policy.update
 
 

@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ParamSpec, TypeVar
 
 from rollserve.backend.base import Backend as Client
 from rollserve.backend.base import GenerateRequest
-from rollserve.errors import InvalidInput, NotFound, RollserveError
+from rollserve.errors import InvalidInput, RollserveError
 from rollserve.gateway.proof import check_sample, check_together, stretches_of
 from rollserve.gateway.samples import left_out
 from rollserve.gateway.tokens import TextTokenizer, load_tokenizer
@@ -26,7 +26,7 @@ from rollserve.records.policy import Backend, BackendState, Policy
 from rollserve.records.run import RunSpec
 from rollserve.records.sample import Sample
 from rollserve.records.verification import Difference, Finding, SampleCheck, Verification
-from rollserve.rollouts.policies import MAX_BACKENDS
+from rollserve.rollouts.policies import MAX_BACKENDS, no_backend
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.trajectories import Trajectories
 
@@ -105,17 +105,29 @@ class Verifier:
             recorded = await self._trajectories.of_rollout(rollout_id, attempt_id)
             calls = {call.id: call for call in recorded.payload.calls}
             run = await self._store.get_run(made.rollout.run_id)
-            policy = await self._store.get_policy(run.spec.policy)
-            tokenizer = await self._tokenizer(policy)
-            checks = [await self._structure(each, calls, tokenizer, policy) for each in made.samples]
-            async with aclosing(await self._scorer(policy, criteria)) as scorer:
-                for check, sample in zip(checks, made.samples, strict=True):
-                    await self._score(check, sample, calls, scorer, tokenizer, criteria)
+            checks: dict[int, _Check] = {}
+            for name in dict.fromkeys(sample.policy for sample in made.samples):
+                policy = await self._store.get_policy(name or run.spec.policy)
+                of_it = {at: each for at, each in enumerate(made.samples) if each.policy == name}
+                # A backend that is named is one of the run's own policy.
+                wanted = replace(criteria, score=False) if name and criteria.backend_id else criteria
+                checks |= await self._check(of_it, calls, policy, wanted)
             return Verification(
                 rollout_id=rollout_id,
-                samples=[check.done() for check in checks],
+                samples=[checks[at].done() for at in sorted(checks)],
                 findings=await self._work(_check_together, made.samples, calls, run.spec),
             )
+
+    async def _check(
+        self, samples: Mapping[int, Sample], calls: dict[str, Call], policy: Policy, criteria: Criteria
+    ) -> dict[int, _Check]:
+        """Of samples of one policy, by their places."""
+        tokenizer = await self._tokenizer(policy)
+        checks = {at: await self._structure(each, calls, tokenizer, policy) for at, each in samples.items()}
+        async with aclosing(await self._scorer(policy, criteria)) as scorer:
+            for at, sample in samples.items():
+                await self._score(checks[at], sample, calls, scorer, tokenizer, criteria)
+        return checks
 
     async def _work(self, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
         """What takes as long as a sample does."""
@@ -152,12 +164,11 @@ class Verifier:
         if not criteria.score:
             return _Scorer(policy, why="not asked for")
         name = policy.spec.name
-        listed = (await self._store.list_backends(name, limit=MAX_BACKENDS)).items
-        if criteria.backend_id is not None:
-            listed = [backend for backend in listed if backend.id == criteria.backend_id]
-            if not listed:
-                raise NotFound(f"policy {name!r} has no backend {criteria.backend_id!r}", field="backend_id")
-        able = [backend for backend in listed if backend.state is BackendState.ACTIVE]
+        known = (await self._store.list_backends(name, limit=MAX_BACKENDS)).items
+        asked = [backend for backend in known if criteria.backend_id in (None, backend.id)]
+        if criteria.backend_id is not None and not asked:
+            raise no_backend(name, criteria.backend_id, known)
+        able = [backend for backend in asked if backend.state is BackendState.ACTIVE]
         why = f"policy {name!r} has no active backend"
         for backend in able[:_TRIED]:
             client = self._open(backend.spec, policy.spec.model)
@@ -180,6 +191,9 @@ class Verifier:
     ) -> None:
         if scorer.client is None or scorer.backend is None or not sample.exact or check.findings:
             check.not_scored = scorer.why or ("not exact" if not sample.exact else "it is broken")
+            return
+        if sample.images:
+            check.not_scored = "the model saw images, and a score is of ids alone"
             return
         try:
             serves = await self._serves(scorer.client, scorer.backend, scorer.policy)

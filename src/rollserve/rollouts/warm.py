@@ -129,8 +129,8 @@ class WarmRuntime:
     # -- demand -------------------------------------------------------------------------------
 
     def _asked(self, spec: SandboxSpec) -> _Kind | None:
-        """None for what can't be made ahead: a socket is one attempt's."""
-        if self._most == 0 or spec.sockets or self._closed:
+        """None for what can't be made ahead: a socket is one attempt's, and so is a snapshot."""
+        if self._most == 0 or spec.sockets or spec.snapshot or self._closed:
             return None
         plain = msgspec.structs.replace(spec, files={}, env={})
         key = msgspec.msgpack.encode(plain)

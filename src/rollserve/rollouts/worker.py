@@ -19,18 +19,22 @@ from rollserve.executor.base import (
     AttemptEnded,
     CancelAttempt,
     FromWorker,
+    GradingEnded,
     PolicyView,
     Shutdown,
     StageChanged,
     StartAttempt,
+    StartGrading,
     ToWorker,
     WorkerHello,
     WorkerStats,
 )
+from rollserve.records.regrade import Graded, GradingState
 from rollserve.records.rollout import Attempt, Failure, RolloutState, Stage
 from rollserve.rollouts import vitals
 from rollserve.rollouts.attempt import AttemptRunner
 from rollserve.rollouts.clock import Cancellable, Deadline
+from rollserve.rollouts.grading import StoredGrading
 from rollserve.rollouts.outcome import never_started
 from rollserve.rollouts.stages import StagePools, StageSlots
 from rollserve.rollouts.tally import LoopLag
@@ -74,6 +78,7 @@ class Worker:
         self._counters: dict[str, float] = {}
         self._lag = LoopLag()
         self._attempts: set[asyncio.Task[None]] = set()
+        self._gradings: set[asyncio.Task[None]] = set()
         self._chores: set[asyncio.Task[None]] = set()
         self._usable: list[str] = []
         self._send_now: Send | None = None
@@ -126,9 +131,10 @@ class Worker:
             runner.abandon()
         if self._attempts:
             await asyncio.wait(list(self._attempts))
-        for chore in list(self._chores):
-            chore.cancel()
-        await asyncio.gather(*self._chores, return_exceptions=True)
+        for ours in (list(self._gradings), list(self._chores)):  # the former may leave some of the latter
+            for task in ours:
+                task.cancel()
+            await asyncio.gather(*ours, return_exceptions=True)
         self._flush_stages()
 
     # -- what the server says
@@ -151,6 +157,8 @@ class Worker:
                 self._ports.gateway.update_policy(message)
             case AckAttempt():
                 self._acknowledged(message)
+            case StartGrading():
+                self._own(self._gradings, self._grade(message), message.owner)
             case Shutdown():
                 if not self.shutdown.done():
                     self.shutdown.set_result(message.grace_s)
@@ -176,9 +184,25 @@ class Worker:
             self._ended(self._failed(start, error, "attempt.start"))
             return
         self._runners[start.attempt_id] = runner
-        task = asyncio.create_task(self._run(start, runner), name=start.attempt_id)
-        self._attempts.add(task)
-        task.add_done_callback(self._attempts.discard)
+        self._own(self._attempts, self._run(start, runner), start.attempt_id)
+
+    async def _grade(self, start: StartGrading) -> None:
+        """A grading that breaks is told as failed; one that is cancelled is not told at all."""
+        try:
+            grading = StoredGrading(start, ports=self._ports, pools=self._pools, observer=self)
+            graded = await grading.run()
+        except Exception as error:  # an edge: a bug of ours must not leave a grading stuck
+            logger.exception("grading %s broke", start.owner)
+            graded = Graded(state=GradingState.FAILED, failure=_broken(error, "regrade"))
+        self.count("gradings")
+        self.send(
+            GradingEnded(
+                regrade_id=start.regrade_id,
+                rollout_id=start.rollout_id,
+                tries=start.tries,
+                graded_json=graded.model_dump_json().encode(),
+            )
+        )
 
     async def _run(self, start: StartAttempt, runner: AttemptRunner) -> None:
         try:
@@ -200,13 +224,7 @@ class Worker:
             self._ended(self._failed(start, ValueError(plain), "attempt.report"))
 
     def _failed(self, start: StartAttempt, error: Exception, operation: str) -> Attempt:
-        failure = Failure(
-            kind=FailureKind.INFRASTRUCTURE,
-            code="internal",
-            message=f"{type(error).__name__}: {error}"[:2000],
-            operation=operation,
-        )
-        return never_started(start, self.worker_id, self._clock.now(), failure)
+        return never_started(start, self.worker_id, self._clock.now(), _broken(error, operation))
 
     def _ended(self, attempt: Attempt) -> None:
         self.count("episodes" if attempt.outcome is RolloutState.COMPLETED else "episodes_without_grade")
@@ -308,6 +326,18 @@ class Worker:
                 logger.exception("worker chore failed")
 
     def _chore(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=f"worker-{name}")
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
+        self._own(self._chores, work, f"worker-{name}")
+
+    def _own(self, tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+
+def _broken(error: Exception, operation: str) -> Failure:
+    return Failure(
+        kind=FailureKind.INFRASTRUCTURE,
+        code="internal",
+        message=f"{type(error).__name__}: {error}"[:2000],
+        operation=operation,
+    )

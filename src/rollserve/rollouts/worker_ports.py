@@ -11,6 +11,7 @@ from typing import Protocol
 from rollserve.agent.base import AgentEntry, Toolbox
 from rollserve.gateway.base import Gateway, Session
 from rollserve.grader.base import GraderEntry
+from rollserve.records.network import Network
 from rollserve.records.rollout import Stage
 from rollserve.records.task import AgentSpec, GraderSpec, Task
 from rollserve.rollouts.clock import Clock, SystemClock
@@ -47,10 +48,19 @@ class ServeSession(Protocol):
         its base URL there. Leaving ends its connections and closes the socket."""
 
 
+class OpenNetwork(Protocol):
+    def __call__(
+        self, network: Network, sock: socket.socket, *, log: Callable[[str], None]
+    ) -> AbstractAsyncContextManager[Mapping[str, str]]:
+        """Let a sandbox out as far as ``network`` says, on a socket that listens inside it; what is entered
+        is the environment that its programs need for it. Leaving ends its connections and closes the
+        socket. Each destination and what became of it goes to the log."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
     """How much an attempt may leave behind, how long each of its releases may take, and how long the
-    question whose fault it was that its time ran out."""
+    question whose fault it was that its time ran out; how many sandboxes its agent may fork."""
 
     artifact_bytes: int = 16 << 20
     artifacts_bytes: int = 64 << 20
@@ -63,6 +73,7 @@ class Bounds:
     seal_s: float = 60.0
     ttl_margin_s: float = 60.0
     judge_s: float = 12.0
+    forks: int = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +88,7 @@ class WorkerPorts:
     graders: GraderCatalog
     open_toolbox: OpenToolbox
     serve_session: ServeSession
+    open_network: OpenNetwork
     clock: Clock = field(default_factory=SystemClock)
     bounds: Bounds = field(default_factory=Bounds)
 

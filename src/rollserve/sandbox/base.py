@@ -7,13 +7,23 @@ an awaited call stops what it started in the sandbox before the cancellation is 
 
 from __future__ import annotations
 
+import shlex
 import socket
-from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
 WORKDIR = "/workspace"
+STANDARD_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+Ability = Literal["listen", "connect", "snapshot"]
+
+
+def exports(env: Mapping[str, str]) -> str:
+    """A command that gives a shell these variables, and all that it starts. A name that the shell keeps for
+    itself keeps its value."""
+    return "\n".join(f"export {name}={shlex.quote(value)} 2>/dev/null || :" for name, value in env.items())
 
 
 class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +47,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     of the host that is bound there. ``mounts`` maps a path inside (at the top, as ``/harness``, works for
     every image) to a folder of the host that is seen there, read-only. What a task says reaches neither.
     ``prepare`` are commands run once on the image, without a network, before anybody starts from it.
+    ``snapshot``, what ``Sandbox.snapshot`` of the same runtime returned, is started from rather than those.
     """
 
     image: str = "host"
@@ -46,6 +57,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     limits: SandboxLimits = SandboxLimits()
     sockets: dict[str, str] = {}
     mounts: dict[str, str] = {}
+    snapshot: str = ""
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +90,8 @@ class ConsoleState(msgspec.Struct, frozen=True, kw_only=True):
 
 class RuntimeReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a runtime can do on this machine. ``enforces`` names the fields of ``SandboxLimits`` that hold
-    for a sandbox as a whole, ``per_process`` those that hold for each of its processes or files by itself."""
+    for a sandbox as a whole, ``per_process`` those that hold for each of its processes or files by itself.
+    ``can`` names the calls of ``Sandbox`` that not every runtime has."""
 
     name: str
     usable: bool
@@ -87,6 +100,7 @@ class RuntimeReport(msgspec.Struct, frozen=True, kw_only=True):
     remedy: str = ""
     enforces: tuple[str, ...] = ()
     per_process: tuple[str, ...] = ()
+    can: tuple[Ability, ...] = ()
 
 
 class Program(Protocol):
@@ -180,7 +194,23 @@ class Sandbox(Protocol):
         way from a sandbox without a network to what is served on it, and to nothing else. Whoever asked
         for it closes it; once the sandbox is closed nobody gets in any more.
 
-        Raises ``SandboxError`` where there is no such way."""
+        Raises ``SandboxError`` where there is no such way (``listen`` is not in the report's ``can``)."""
+
+    async def connect(self, port: int) -> socket.socket:
+        """A connection to what listens on a TCP port of the sandbox's loopback address (127.0.0.1), not
+        blocking; whoever asked for it closes it. No network is needed for it.
+
+        Raises ``NotFound`` when nothing answers there, ``SandboxError`` when the sandbox is gone, or where
+        there is no such way (``connect`` is not in the report's ``can``)."""
+
+    async def snapshot(self) -> str:
+        """Keep the files as they are now, for ``SandboxSpec.snapshot``: of the image, the working directory
+        and ``/tmp``; not what runs, nor the shell's directory and variables. A file that is being written is
+        kept as it stands. Waits for a running ``exec``; when this is cancelled, the copying ends first. The
+        runtime's cache holds it until its place is needed.
+
+        Raises ``SandboxError`` when the sandbox is gone or has written too much, or where there is no such
+        way (``snapshot`` is not in the report's ``can``)."""
 
     async def read_file(self, path: str, *, limit_bytes: int = 16 << 20) -> bytes:
         """Raises ``SandboxError`` when it can't be read, ``TooLarge`` when over the limit."""

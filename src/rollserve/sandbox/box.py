@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import shlex
 import socket
 import tarfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import PurePosixPath
 from typing import TypeVar
 
 from rollserve.cancelling import uninterrupted
-from rollserve.errors import InvalidInput, SandboxError, TooLarge
+from rollserve.errors import InvalidInput, NotFound, SandboxError, TooLarge
 from rollserve.sandbox import processes
-from rollserve.sandbox.base import ExecResult, SandboxSpec
+from rollserve.sandbox.base import ExecResult, SandboxSpec, exports
 from rollserve.sandbox.console import ShellConsole
 from rollserve.sandbox.program import ShellProgram, Started
 from rollserve.sandbox.script import Dialect, command_text, inner_supervisor, quote
-from rollserve.sandbox.shell import Launch, Outcome, Shell, wire
+from rollserve.sandbox.shell import Outcome, Shell, Wires
 
 G = TypeVar("G", ShellProgram, ShellConsole)
 
@@ -27,39 +26,48 @@ FILE_TIMEOUT_S = 120.0
 SPAWN_TIMEOUT_S = 15.0
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 10.0
+LOOPBACK = "127.0.0.1"
 _TAR_FROM_FILES = 4
 _MESSAGE_BYTES = 2000
 
 
 class ShellSandbox:
     """Implements ``Sandbox``. ``stop`` ends every process of it and removes its remains, or raises;
-    ``members`` finds its processes; ``listen`` opens a socket inside; ``admit`` bounds what has started
-    before anything else does. The last three block."""
+    ``members`` finds its processes; ``listen`` opens a socket inside, ``sockets`` makes some there that can
+    be connected; ``admit`` bounds what has started before anything else does. Those four block.
+    ``snapshot`` keeps its files."""
 
     def __init__(
         self,
         sandbox_id: str,
-        launch: Launch,
+        wires: Wires,
         *,
         stop: Callable[[Shell], Awaitable[None]],
         locate: Callable[[str], str],
         members: Callable[[Shell], Iterable[int]],
         listen: Callable[[Shell], socket.socket],
+        sockets: Callable[[Shell], list[socket.socket]] | None = None,
         admit: Callable[[Shell], None] | None = None,
+        snapshot: Callable[[Shell], Awaitable[str]] | None = None,
     ) -> None:
         self._id = sandbox_id
         self._stop = stop
         self._members = members
         self._open_socket = listen
+        self._make_sockets = sockets
+        self._unconnected: list[socket.socket] = []
+        self._making = asyncio.Lock()
         self._admit = admit
+        self._keep = snapshot
         self._sockets: list[socket.socket] = []
         self._locate = locate
         self._lock = asyncio.Lock()
         self._closing: asyncio.Task[None] | None = None
         self._ttl: asyncio.TimerHandle | None = None
-        self._workdir = launch.workdir
+        self._workdir = wires.workdir
         self._guests: dict[Started, ShellProgram | ShellConsole] = {}
-        self._shell = Shell(wire(launch))
+        self._shell = Shell(wires)
 
     @property
     def id(self) -> str:
@@ -94,7 +102,7 @@ class ShellSandbox:
         self._live_for(ttl_s)
         try:
             if spec.env:
-                await self.exec(_exports(spec.env), timeout_s=START_TIMEOUT_S)
+                await self.exec(exports(spec.env), timeout_s=START_TIMEOUT_S)
             await self._lay_down(spec.files)
         except BaseException:
             await uninterrupted(self.close())
@@ -223,6 +231,43 @@ class ShellSandbox:
             raise SandboxError("the sandbox is gone", operation="sandbox.listen")
         return sock
 
+    async def connect(self, port: int) -> socket.socket:
+        sock = await self._unconnected_socket()
+        sock.setblocking(False)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await asyncio.get_running_loop().sock_connect(sock, (LOOPBACK, port))
+        except BaseException as error:
+            sock.close()
+            if isinstance(error, OSError | OverflowError | TimeoutError):
+                raise NotFound(f"nothing answers on port {port} of the sandbox: {error}") from error
+            raise
+        return sock
+
+    async def _unconnected_socket(self) -> socket.socket:
+        """Making one takes as long as making some."""
+        if self._make_sockets is None:
+            raise SandboxError("this runtime reaches no port of a sandbox", operation="sandbox.connect")
+        async with self._making:
+            if not self._unconnected and self._closing is None:
+                making = asyncio.ensure_future(asyncio.to_thread(self._make_sockets, self._shell))
+                try:
+                    self._unconnected += await asyncio.shield(making)
+                except asyncio.CancelledError:
+                    making.add_done_callback(_drop_sockets)
+                    raise
+            if self._closing is not None:
+                raise SandboxError("the sandbox is gone", operation="sandbox.connect")
+            return self._unconnected.pop()
+
+    async def snapshot(self) -> str:
+        if self._keep is None:
+            raise SandboxError("this runtime keeps no sandboxes", operation="sandbox.snapshot")
+        async with self._lock:
+            if self._closing is not None:
+                raise SandboxError("the sandbox is gone", operation="sandbox.snapshot")
+            return await self._keep(self._shell)
+
     async def read_file(self, path: str, *, limit_bytes: int = 16 << 20) -> bytes:
         name = self._path(path)
 
@@ -261,6 +306,8 @@ class ShellSandbox:
     async def _end(self) -> None:
         for sock in self._sockets:
             _shut(sock)
+        while self._unconnected:
+            self._unconnected.pop().close()
         await self._stop(self._shell)
 
     # -- files --------------------------------------------------------------------------------
@@ -311,11 +358,6 @@ class ShellSandbox:
         return answer.payload
 
 
-def _exports(env: Mapping[str, str]) -> str:
-    """A name that the shell keeps for itself keeps its value, as at a start."""
-    return "\n".join(f"export {name}={shlex.quote(value)} 2>/dev/null || :" for name, value in env.items())
-
-
 def _shut(sock: socket.socket) -> None:
     """Nobody gets in any more; whoever asked for the socket closes it."""
     try:
@@ -328,6 +370,12 @@ def _drop_socket(opening: asyncio.Task[socket.socket]) -> None:
     """What a cancelled ``listen`` opened all the same."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
+
+
+def _drop_sockets(making: asyncio.Task[list[socket.socket]]) -> None:
+    if not making.cancelled() and making.exception() is None:
+        for sock in making.result():
+            sock.close()
 
 
 def _failed(task: asyncio.Task[None]) -> bool:

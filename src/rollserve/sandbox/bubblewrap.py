@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from uuid import uuid4
@@ -26,8 +24,8 @@ from uuid import uuid4
 from rollserve.cancelling import uninterrupted
 from rollserve.errors import SandboxError
 from rollserve.sandbox import image as images
-from rollserve.sandbox import processes, script
-from rollserve.sandbox.base import RuntimeReport, SandboxLimits, SandboxSpec
+from rollserve.sandbox import script
+from rollserve.sandbox.base import STANDARD_PATH, RuntimeReport, SandboxLimits, SandboxSpec
 from rollserve.sandbox.box import START_TIMEOUT_S, ShellSandbox, workdir_path
 from rollserve.sandbox.bwrap_host import (
     HOME,
@@ -44,14 +42,14 @@ from rollserve.sandbox.images.base import Image
 from rollserve.sandbox.images.bench import BenchWork, Writes, run_work
 from rollserve.sandbox.images.reference import Kind
 from rollserve.sandbox.images.shelf import ImageSettings, ImageShelf
-from rollserve.sandbox.namespace import listen_inside
+from rollserve.sandbox.images.snapshot import snapshotted
+from rollserve.sandbox.nested import first_child, listen, members, sockets, stop_nested
 from rollserve.sandbox.rootfs import Rootfs, rootfs_of
 from rollserve.sandbox.roster import Roster
-from rollserve.sandbox.shell import Launch, Shell
+from rollserve.sandbox.shell import Launch, Shell, wire
+from rollserve.sandbox.snapshot import copy_written
 
 NOBODY = 65534
-STOP_TIMEOUT_S = 20.0
-_FREEZE_CHECKS = 50
 _WORK_LIMITS = SandboxLimits(memory_mb=16384, processes=4096, file_mb=4096, disk_mb=16384)
 """Of a build, which whoever started it answers for, and of prepare steps."""
 
@@ -97,6 +95,7 @@ class BubblewrapRuntime:
             detail="; ".join(_details(host, whole)),
             enforces=tuple(dict.fromkeys(enforces)),
             per_process=tuple(name for name in _PER_PROCESS if name not in enforces),
+            can=("listen", "connect", *(("snapshot",) if host.layer is not None else ())),
         )
 
     def check_image(self, image: str) -> None:
@@ -107,11 +106,17 @@ class BubblewrapRuntime:
         host = await self._usable_host()
         if spec.mounts:
             await asyncio.to_thread(_check_mounts, spec, host.uid)
-        image, let_go = await self.images.take(spec.image, spec.prepare)
+        wanted = (spec.snapshot, ()) if spec.snapshot else (spec.image, spec.prepare)
+        image, let_go = await self.images.take(*wanted)
         try:
-            if image.id not in self._rootfs:
-                self._rootfs[image.id] = await asyncio.to_thread(self._look_at, host, image)
-            return await self._start(host, Start(self._rootfs[image.id], spec), ttl_s=ttl_s, let_go=let_go)
+            rootfs = self._rootfs.get(image.id)
+            if rootfs is None:
+                rootfs = await asyncio.to_thread(self._look_at, host, image)
+                if not spec.snapshot:  # of which there may be any number
+                    self._rootfs[image.id] = rootfs
+            start = Start(rootfs, spec)
+            keep = partial(self._keep, host, start, image)
+            return await self._start(host, start, ttl_s=ttl_s, let_go=let_go, keep=keep)
         except BaseException:
             let_go()
             raise
@@ -163,10 +168,26 @@ class BubblewrapRuntime:
         )
         return prepared(host, rootfs)
 
+    async def _keep(self, host: Host, start: Start, image: Image, shell: Shell) -> str:
+        """A snapshot of the sandbox, which is an image of the cache."""
+        pid = shell.supervisor_pid()
+        if host.layer is None or pid is None:
+            raise SandboxError("what it writes can't be found, or it is gone", operation="sandbox.snapshot")
+        most_bytes = start.spec.limits.disk_mb << 20
+        copy = partial(_copy, pid, start.rootfs, host.uid, most_bytes)
+        made = await snapshotted(self.images.store, image, copy, whole_tmp=not start.rootfs.keeps_tmp)
+        return made.id
+
     async def _start(
-        self, host: Host, start: Start, *, ttl_s: float, let_go: Callable[[], None]
+        self,
+        host: Host,
+        start: Start,
+        *,
+        ttl_s: float,
+        let_go: Callable[[], None],
+        keep: Callable[[Shell], Awaitable[str]] | None = None,
     ) -> ShellSandbox:
-        """``let_go`` is called once the sandbox is gone."""
+        """``let_go`` is called once the sandbox is gone, ``keep`` makes a snapshot of it."""
         if self._roster is None:
             self._roster = Roster()
         roster = self._roster
@@ -174,7 +195,7 @@ class BubblewrapRuntime:
         enclosure = Enclosure(self._find_cgroups, sandbox_id, start.spec.limits)
 
         async def stop(shell: Shell) -> None:
-            await _stop(shell)
+            await stop_nested(shell)
             await asyncio.to_thread(enclosure.end)
             roster.forget(sandbox_id)
             let_go()
@@ -182,12 +203,14 @@ class BubblewrapRuntime:
         def make() -> ShellSandbox:
             return ShellSandbox(
                 sandbox_id,
-                _launch(host, start),
+                wire(_launch(host, start)),
                 stop=stop,
                 locate=partial(workdir_path, workdir=start.rootfs.workdir),
-                members=_members,
-                listen=lambda shell: _listen(host, shell),
+                members=members,
+                listen=lambda shell: listen(shell, uid=host.uid),
+                sockets=lambda shell: sockets(shell, uid=host.uid),
                 admit=lambda shell: enclosure.admit(shell.process.pid),
+                snapshot=keep,
             )
 
         return await roster.start(make, start.spec, ttl_s=ttl_s)
@@ -229,7 +252,7 @@ def _launch(host: Host, start: Start) -> Launch:
     """Secrets of the worker's environment stay out: the sandbox gets this one and nothing else."""
     rootfs, spec = start.rootfs, start.spec
     env = {
-        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "PATH": STANDARD_PATH,
         "HOME": HOME,
         "LANG": "C.UTF-8",
         "TERM": "dumb",
@@ -245,13 +268,13 @@ def _launch(host: Host, start: Start) -> Launch:
         workdir=rootfs.workdir,
         identity=host.identity,
         user=host.uid if host.uid != os.geteuid() else None,
-        find_supervisor=_first_child,
+        find_supervisor=first_child,
         hand_over=filters,
     )
 
 
-def _first_child(pid: int) -> int | None:
-    return next(iter(processes.children(pid)), None)
+def _copy(pid: int, rootfs: Rootfs, uid: int, most_bytes: int, target: Path) -> None:
+    copy_written(pid, rootfs, uid=uid, most_bytes=most_bytes, target=target)
 
 
 def _nothing() -> None:
@@ -269,52 +292,3 @@ def _check_mounts(spec: SandboxSpec, uid: int) -> None:
                 operation="sandbox.start",
                 hint=f"chmod o+x {barred}",
             )
-
-
-def _listen(host: Host, shell: Shell) -> socket.socket:
-    pid = shell.supervisor_pid()
-    if pid is None:
-        raise SandboxError("the sandbox is gone", operation="sandbox.listen")
-    sock = listen_inside(pid, uid=host.uid)
-    if shell.supervisor_pid() != pid:  # its number may have been another's by then
-        sock.close()
-        raise SandboxError("the sandbox is gone", operation="sandbox.listen")
-    return sock
-
-
-def _members(shell: Shell) -> list[int]:
-    """All that hangs below pid 1, which inherits what was orphaned."""
-    supervisor = shell.supervisor_pid()
-    return [] if supervisor is None else processes.descendants(supervisor, since_ticks=0)
-
-
-async def _stop(shell: Shell) -> None:
-    """Kill bubblewrap and pid 1 of the sandbox; both gone means all gone."""
-    process, supervisor = shell.process, shell.supervisor_pid()
-    targets = {supervisor} if supervisor is not None else set()
-    if process.poll() is None:
-        targets |= {process.pid, *await _settled_children(process.pid)}
-    watch = processes.ProcessWatch(targets)
-    try:
-        watch.kill()
-        if not await watch.gone(timeout_s=STOP_TIMEOUT_S):
-            raise SandboxError(
-                f"processes of the sandbox are alive {STOP_TIMEOUT_S:g} s after they were killed",
-                operation="sandbox.close",
-            )
-    finally:
-        watch.close()
-    process.poll()
-
-
-async def _settled_children(pid: int) -> list[int]:
-    """Children of bubblewrap; when it has none yet, it is stopped first so that it can't make one."""
-    found = processes.children(pid)
-    if found:
-        return found
-    processes.send_signal(pid, signal.SIGSTOP)
-    for _ in range(_FREEZE_CHECKS):
-        if processes.state(pid) in ("T", "Z", None):
-            break
-        await asyncio.sleep(0.001)
-    return processes.children(pid)

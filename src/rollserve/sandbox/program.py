@@ -46,7 +46,7 @@ class Started:
         fds: list[int] = []
         try:
             for number, flags in ends:
-                fds.append(_open_end(self._pid, number, flags))
+                fds.append(open_end(self._pid, number, flags))
             os.write(fds[0], script.PROGRAM_GO)
         except OSError as error:
             for fd in fds:
@@ -74,7 +74,7 @@ class Started:
             raise SandboxError(f"processes {left} could not be killed", operation="program.kill")
 
 
-def _open_end(pid: int, number: int, flags: int) -> int:
+def open_end(pid: int, number: int, flags: int) -> int:
     """What is there is the sandbox's word: it is looked at without opening it, and only a pipe is opened."""
     place = os.open(f"/proc/{pid}/fd/{number}", os.O_PATH | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -36,12 +36,14 @@ class Overlay:
 @dataclass(frozen=True)
 class Rootfs:
     """``fixed`` are arguments that come before the overlays'. ``workspace`` says that the image has something
-    in the default working directory, so that nothing is to be mounted over it. ``ids`` are user and group
+    in the default working directory, so that nothing is to be mounted over it, ``keeps_tmp`` the same of
+    ``/tmp``. ``ids`` are user and group
     inside, None for those outside; ``resolver`` that ``/etc/resolv.conf`` may be mounted there."""
 
     overlays: tuple[Overlay, ...]
     fixed: tuple[str, ...] = ()
     workspace: bool = False
+    keeps_tmp: bool = False
     workdir: str = WORKDIR
     env: Mapping[str, str] = field(default_factory=dict)
     ids: tuple[int, int] | None = None
@@ -61,8 +63,9 @@ def rootfs_of(
         return _stacked(image.config, layers, writes=writes)
     if image.base != HOST and overlays and Path(image.base).stat().st_uid == uid:
         folders = (image.base, *map(str, layers))
-        return Rootfs((Overlay("/", folders),), workspace=writes or _has_workspace(layers))
-    return _by_entry(image.base, layers, overlays=overlays, empty=empty, writes=writes)
+        workspace = writes or _has_workspace(layers)
+        return Rootfs((Overlay("/", folders),), workspace=workspace, keeps_tmp=image.config.keeps_tmp)
+    return _by_entry(image, layers, overlays=overlays, empty=empty, writes=writes)
 
 
 def _stacked(config: ImageConfig, layers: Sequence[Path], *, writes: bool) -> Rootfs:
@@ -79,6 +82,7 @@ def _stacked(config: ImageConfig, layers: Sequence[Path], *, writes: bool) -> Ro
     return Rootfs(
         (Overlay("/", tuple(map(str, layers))),),
         workspace=writes or _has_workspace(layers),
+        keeps_tmp=config.keeps_tmp,
         workdir=_workdir(config.workdir, stack),
         env=env,
         ids=(user, group),
@@ -125,7 +129,8 @@ def _lines(stack: Stack, path: str) -> Iterator[list[str]]:
         yield line.split(":")
 
 
-def _by_entry(base: str, layers: Sequence[Path], *, overlays: bool, empty: Path, writes: bool) -> Rootfs:
+def _by_entry(image: Image, layers: Sequence[Path], *, overlays: bool, empty: Path, writes: bool) -> Rootfs:
+    base, keeps_tmp = image.base, image.config.keeps_tmp
     root = Path("/" if base == HOST else base)
     names = _HOST_ENTRIES if base == HOST else tuple(sorted(os.listdir(root)))
     fixed = ["--size", str(ROOT_BYTES), "--tmpfs", "/"]
@@ -143,7 +148,15 @@ def _by_entry(base: str, layers: Sequence[Path], *, overlays: bool, empty: Path,
     workspace = writes or _has_workspace(layers)
     if workspace:
         places.append(Overlay(WORKDIR, (str(empty), *_parts(layers, WORKDIR[1:]))))
-    return Rootfs(tuple(places), fixed=tuple(fixed), workspace=workspace, shows_host=base == HOST)
+    if keeps_tmp:
+        places.append(Overlay("/tmp", (str(empty), *_parts(layers, "tmp"))))
+    return Rootfs(
+        tuple(places),
+        fixed=tuple(fixed),
+        workspace=workspace,
+        keeps_tmp=keeps_tmp,
+        shows_host=base == HOST,
+    )
 
 
 def _parts(layers: Sequence[Path], name: str) -> tuple[str, ...]:

@@ -70,8 +70,8 @@ def command_text(command: str) -> bytes:
     return text
 
 
-def supervisor(limits: SandboxLimits, *, limit_processes: bool) -> str:
-    """The argument of ``/bin/sh -c``. ``ulimit`` counts files in 512-byte blocks, memory in KiB."""
+def limit_lines(limits: SandboxLimits, *, limit_processes: bool) -> list[str]:
+    """``ulimit`` counts files in 512-byte blocks, memory in KiB."""
     lines = [
         "ulimit -c 0",
         f"ulimit -f {limits.file_mb * 2048}",
@@ -81,6 +81,12 @@ def supervisor(limits: SandboxLimits, *, limit_processes: bool) -> str:
         lines.append(f"ulimit -t {limits.cpu_s}")
     if limit_processes:  # bash says -u, dash and busybox say -p
         lines.append(f"ulimit -u {limits.processes} 2>/dev/null || ulimit -p {limits.processes}")
+    return lines
+
+
+def supervisor(limits: SandboxLimits, *, limit_processes: bool) -> str:
+    """The argument of ``/bin/sh -c``."""
+    lines = limit_lines(limits, limit_processes=limit_processes)
     return _SUPERVISOR.format(limits="".join(f"{line} || :\n" for line in lines))
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
+
+from rollserve.sandbox.removal import remove_tree
 
 
 class WorkerFolder:
@@ -38,7 +39,7 @@ class WorkerFolder:
 
 def _end(path: Path, lock: int, pid: int) -> None:
     if pid == os.getpid():  # not in a fork of it
-        remove(path)
+        remove_tree(path)
         os.close(lock)
 
 
@@ -72,23 +73,3 @@ def _taken(folder: Path) -> int | None:
         os.close(lock)
         return None
     return lock
-
-
-def remove(folder: Path) -> None:
-    """Remove a folder whatever modes were set in it."""
-    try:
-        shutil.rmtree(folder)
-    except FileNotFoundError:
-        return
-    except PermissionError:
-        _open_up(folder)
-        shutil.rmtree(folder)
-
-
-def _open_up(folder: Path) -> None:
-    waiting = [folder]
-    while waiting:
-        place = waiting.pop()
-        place.chmod(0o700)
-        with os.scandir(place) as entries:
-            waiting += [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]

@@ -28,14 +28,14 @@ class WritableLayer:
         self._overlays = 0
         self._lend(_ROOT)
         for place in _MODES:
-            self._lend(_name_of(place))
+            self._lend(layer_name(place))
 
     def prepare(self, overlays: int) -> None:
-        """Lend the names that so many overlays take."""
-        while self._overlays < overlays:
-            self._lend(f"upper{self._overlays}")
-            self._lend(f"work{self._overlays}")
-            self._overlays += 1
+        """Lend the names that so many overlays take; several threads may."""
+        for number in range(self._overlays, overlays):
+            self._lend(f"upper{number}")
+            self._lend(f"work{number}")
+        self._overlays = max(self._overlays, overlays)
 
     def arguments(self, layout: Sequence[str], places: Sequence[str], size_bytes: int) -> list[str]:
         """The layout (once ``prepare``d) over the bounded layer, and what ``places`` will need."""
@@ -44,15 +44,20 @@ class WritableLayer:
         for number in range(layout.count("--tmp-overlay")):
             arguments += ["--dir", f"{beside}/upper{number}", "--dir", f"{beside}/work{number}"]
         for place in places:
-            arguments += ["--perms", _MODES[place], "--dir", f"{beside}/{_name_of(place)}"]
+            arguments += ["--perms", _MODES[place], "--dir", f"{beside}/{layer_name(place)}"]
         return [*arguments, *self._redirected(layout)]
 
     def places(self, places: Sequence[str]) -> list[str]:
         """To come after ``--dev``, which is left read-only but for what is mounted in it."""
         arguments: list[str] = []
         for place in places:
-            arguments += ["--bind", str(self._folder / _name_of(place)), place]
+            arguments += ["--bind", str(self._folder / layer_name(place)), place]
         return [*arguments, "--remount-ro", "/dev"]
+
+    def hidden(self) -> list[str]:
+        """To come before ``--proc``, which covers it: the whole layer, for who can enter the sandbox's mount
+        namespace from outside, and for nobody inside."""
+        return ["--bind", str(self._folder), "/proc"]
 
     def is_untouched(self) -> bool:
         """Whether the host's folder is as empty as it should be."""
@@ -79,5 +84,6 @@ class WritableLayer:
         (self._folder / name).mkdir(exist_ok=True, mode=0o755)
 
 
-def _name_of(place: str) -> str:
+def layer_name(place: str) -> str:
+    """Of the folder of the layer that is mounted at ``place``."""
     return place.strip("/").replace("/", "-")

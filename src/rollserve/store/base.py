@@ -10,18 +10,22 @@ pages of up to ``limit``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
+from pydantic import SecretStr
 
 from rollserve.records.call import Call
+from rollserve.records.callback import CallbackMessage, CallbackStatus, MessageState
 from rollserve.records.control import GroupRule
 from rollserve.records.delivery import Checkpoint, Lease
+from rollserve.records.evaluation import Outcome
 from rollserve.records.event import Event
 from rollserve.records.policy import Backend, Policy, TemplateFinding
+from rollserve.records.regrade import Graded, Grading, GradingState, Regrade
 from rollserve.records.rollout import Attempt, Group, Rollout, RolloutState
 from rollserve.records.run import Run, RunState, SourceState, SourceStatus
-from rollserve.records.task import Task
+from rollserve.records.task import GraderSpec, Task
 from rollserve.records.update import Canary, WeightUpdate
 
 T = TypeVar("T")
@@ -89,6 +93,16 @@ class Fed(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
+class SourceResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A group of a source that has ended: its place there, and what its usable rollouts earned."""
+
+    place: int
+    metadata: dict[str, Any]
+    rewards: list[float]
+    state: str
+    filtered_by: str | None = None
+
+
 class Supply(msgspec.Struct, frozen=True, kw_only=True):
     """What decides on how many groups a source has to give: ``good`` groups (in the log and worth
     training) since ``base_version``, and the policy's ``version``."""
@@ -121,6 +135,18 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     counts_as_try: bool = True
 
 
+class GradingStart(msgspec.Struct, frozen=True, kw_only=True):
+    """A grading taken from the queue: of ``attempt``, which did ``task``, by ``grader``."""
+
+    regrade_id: str
+    run_id: str
+    rollout_id: str
+    tries: int
+    grader: GraderSpec
+    attempt: Attempt
+    task: Task
+
+
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """What a ``Finish`` led to. ``accepted`` False: fenced by a newer epoch or an ended rollout, or the
     rollout was forgotten (then ``rollout`` is None). A report that comes twice is accepted twice and
@@ -130,6 +156,41 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     rollout: Rollout | None = None
     group_finished: bool = False
     others: Stopped = Stopped()
+
+
+class CallbackDue(msgspec.Struct, frozen=True, kw_only=True):
+    """A run whose callback is to be sent something, and when (seconds since the epoch)."""
+
+    run_id: str
+    url: str
+    due_at: float
+
+
+class Outgoing(msgspec.Struct, frozen=True, kw_only=True):
+    """A message on its way: its try is committed. ``message_id`` is what the receiver is told, the same for
+    every try until its trainer is rewound. ``lease`` is of its group, None where it has none."""
+
+    seq: int
+    message_id: str
+    run_id: str
+    type: str
+    url: str
+    secret: SecretStr
+    data: dict[str, Any]
+    lease: Lease | None
+    tries: int
+    created_at: float
+
+
+class TryEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """How a try ended. ``PENDING``: another one is due at ``due_at``. ``stop``: the receiver wants nothing
+    any more."""
+
+    state: MessageState
+    due_at: float = 0.0
+    status: int | None = None
+    error: str | None = None
+    stop: bool = False
 
 
 class SealedPayload(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,11 +263,23 @@ class Store(Protocol):
     async def delete_backend(self, backend_id: str) -> None: ...
 
     # -- runs
-    async def create_run(self, run: Run, source: SourceStatus | None = None) -> Run:
-        """With its task source, if it has one. ``base_version`` is set from its policy."""
+    async def create_run(
+        self, run: Run, source: SourceStatus | None = None, callback_secret: str | None = None
+    ) -> Run:
+        """With its task source and the secret of its callback, if it has them. ``base_version`` is set from
+        its policy."""
 
     async def get_run(self, run_id: str) -> Run: ...
-    async def list_runs(self, *, cursor: str | None = None, limit: int = 100) -> Page[Run]: ...
+    async def list_runs(
+        self,
+        *,
+        state: RunState | None = None,
+        newest: bool = False,
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> Page[Run]:
+        """In the order they were opened, or the ``newest`` first."""
+
     async def set_run_state(self, run_id: str, state: RunState) -> Run:
         """``CLOSED`` is final, and ends what is queued. Raises ``Conflict``."""
 
@@ -253,6 +326,11 @@ class Store(Protocol):
         cursor: str | None = None,
         limit: int = 100,
     ) -> Page[Rollout]: ...
+    async def list_outcomes(
+        self, run_id: str, *, cursor: str | None = None, limit: int = 100
+    ) -> Page[list[Outcome]]:
+        """Rollouts as an evaluation sees them: a list for each group, in the order of their submission."""
+
     async def list_attempts(
         self, rollout_id: str, *, cursor: str | None = None, limit: int = 100
     ) -> Page[Attempt]:
@@ -284,6 +362,9 @@ class Store(Protocol):
 
     async def source(self, run_id: str) -> SourceStatus | None: ...
     async def supply(self, run_id: str) -> Supply: ...
+    async def source_results(self, run_id: str, limit: int) -> list[SourceResult]:
+        """Of the source's groups that have ended, the ``limit`` newest by place; in the order of places."""
+
     async def feed(self, run_id: str, fed: Fed) -> bool:
         """Groups and the source's new place in one transaction. False when its place is another."""
 
@@ -378,23 +459,103 @@ class Store(Protocol):
     async def expire_leases(self, now: float) -> int:
         """Give back expired leases; returns how many."""
 
-    # -- events
-    async def append_events(self, events: Sequence[Event]) -> None:
-        """``seq`` of the given events is ignored and assigned here. State changes made by the methods
-        above append their own events in their own transaction."""
+    # -- callbacks
+    async def callback_dues(self) -> list[CallbackDue]:
+        """Of runs whose callback is active: when the first of their messages is due."""
 
-    async def list_events(
-        self, *, after: int, limit: int = 500, run_id: str | None = None
-    ) -> list[Event]: ...
+    async def take_message(self, run_id: str, *, ttl_s: float, now: float) -> Outgoing | None:
+        """The run's message that is due first, its group leased for ``ttl_s``, in one transaction. None when
+        none is due, or some were found to need no sending."""
+
+    async def end_message(self, sent: Outgoing, end: TryEnd, *, now: float) -> MessageState | None:
+        """A try has ended: its lease is acked or given back in the same transaction. What the message is
+        now; None when it was sent back meanwhile by a rewind."""
+
+    async def recover_messages(self, now: float) -> int:
+        """At start-up: tries that were on their way are made again. Returns how many."""
+
+    async def callback_secret(self, run_id: str) -> str | None: ...
+    async def callback_status(self, run_id: str) -> CallbackStatus:
+        """Raises ``NotFound`` where the run has none."""
+
+    async def list_messages(
+        self, run_id: str, *, state: MessageState | None = None, cursor: str | None = None, limit: int = 100
+    ) -> Page[CallbackMessage]:
+        """In the order of what they tell of."""
+
+    async def resend_messages(self, run_id: str, ids: Sequence[str] | None, *, now: float) -> int:
+        """Dead messages (None: all of the run) are due now, with all their tries; a stopped callback is
+        active again. Returns how many."""
+
+    async def count_messages(self) -> dict[str, int]:
+        """Messages of all runs that are ``pending``, ``sending`` or ``dead``, and callbacks that are
+        ``stopped``."""
+
+    # -- re-grading
+    async def create_regrade(self, regrade: Regrade) -> Regrade:
+        """With a grading for each rollout of the run that completed, or failed in its grader. The same id
+        again returns the regrade of then; raises ``Conflict`` where its grader is another."""
+
+    async def get_regrade(self, regrade_id: str) -> Regrade: ...
+    async def list_regrades(
+        self, run_id: str, *, cursor: str | None = None, limit: int = 100
+    ) -> Page[Regrade]: ...
+    async def grading_counts(self, regrade_id: str) -> dict[str, int]:
+        """By state; every state is there."""
+
+    async def list_gradings(
+        self,
+        regrade_id: str,
+        *,
+        state: GradingState | None = None,
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> Page[Grading]: ...
+    async def gradings_of(self, regrade_id: str, rollout_ids: Sequence[str]) -> dict[str, Grading]:
+        """By rollout; those that the regrade has."""
+
+    async def take_gradings(self, now: float, limit: int) -> list[GradingStart]:
+        """Up to ``limit`` queued gradings that are due; they run then."""
+
+    async def next_grading_due(self) -> float | None:
+        """When the earliest queued one is due; None when none is queued."""
+
+    async def finish_grading(
+        self, start: GradingStart, graded: Graded | None, *, not_before: float = 0.0
+    ) -> bool:
+        """The end of a try; ``graded`` None queues it again. False where that try does not run any
+        more."""
+
+    async def recover_gradings(self) -> int:
+        """At start-up: those that ran are queued again, that try not counted. Returns how many."""
+
+    async def cancel_regrade(self, regrade_id: str) -> int:
+        """What has not begun is not graded; returns how many."""
+
+    # -- events
+    async def list_events(self, *, after: int, limit: int = 500, run_id: str | None = None) -> list[Event]:
+        """The methods above append their events in their own transaction."""
+
+
+class EndState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a grader got to see of an attempt beside its calls: the whole answer, and two tar archives of
+    the files carried over (``rollouts.keepsakes``), ``paths`` None where these were not kept."""
+
+    answer: str | None = None
+    paths: tuple[str, ...] | None = None
+    workspace: bytes = b""
+    root: bytes = b""
 
 
 class AttemptPayload(msgspec.Struct, kw_only=True):
-    """All that was kept of an attempt, in the order it happened."""
+    """All that was kept of an attempt, in the order it happened. ``end`` None: its agent did not come to an
+    end."""
 
     calls: list[Call] = []
     log: list[tuple[float, str]] = []
     artifacts: dict[str, bytes] = {}
     call_rewards: dict[str, float] = {}
+    end: EndState | None = None
 
 
 class Segment(Protocol):
@@ -405,6 +566,7 @@ class Segment(Protocol):
     def append_log(self, line: str) -> None: ...
     def append_artifact(self, path: str, data: bytes) -> None: ...
     def append_call_rewards(self, rewards: dict[str, float]) -> None: ...
+    def append_end(self, end: EndState) -> None: ...
 
     async def seal(self) -> SealedPayload:
         """Pack, compress, and make durable; the live file is gone afterwards."""

@@ -23,6 +23,7 @@ def make_engine(url: str, *, synchronous: Synchronous, writer: bool, connections
         engine = sa.create_engine(
             parsed,
             pool_size=connections,
+            hide_parameters=True,  # secrets are among them
             max_overflow=0,
             pool_pre_ping=parsed.get_backend_name() != "sqlite",
         )

@@ -16,7 +16,7 @@ import numpy as np
 import zstandard
 
 from rollserve.records.call import Call
-from rollserve.store.base import AttemptPayload
+from rollserve.store.base import AttemptPayload, EndState
 
 MAGIC = b"RSP1"
 LEVEL = 3
@@ -42,7 +42,11 @@ class RewardsFrame(msgspec.Struct, frozen=True, array_like=True, tag=4):
     rewards: dict[str, float]
 
 
-Frame = CallFrame | LogFrame | ArtifactFrame | RewardsFrame
+class EndFrame(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    end: EndState
+
+
+Frame = CallFrame | LogFrame | ArtifactFrame | RewardsFrame | EndFrame
 
 
 class _Rest(msgspec.Struct, array_like=True):
@@ -56,6 +60,7 @@ class _Rest(msgspec.Struct, array_like=True):
     log: list[tuple[float, str]]
     artifacts: dict[str, bytes]
     call_rewards: dict[str, float]
+    end: EndState | None = None
 
 
 class Damaged(Exception):
@@ -103,6 +108,8 @@ def gather(data: bytes) -> tuple[AttemptPayload, int]:
                 payload.artifacts[frame.path] = frame.data
             case RewardsFrame():
                 payload.call_rewards.update(frame.rewards)
+            case EndFrame():
+                payload.end = frame.end
     return payload, whole
 
 
@@ -110,7 +117,7 @@ def pack(payload: AttemptPayload) -> bytes:
     """The file that rests."""
     ids: list[bytes] = []
     logprobs: list[bytes] = []
-    rest = _Rest([], [], b"", b"", payload.log, payload.artifacts, payload.call_rewards)
+    rest = _Rest([], [], b"", b"", payload.log, payload.artifacts, payload.call_rewards, payload.end)
     for call in payload.calls:
         arrays = (call.prompt_ids, call.sampled_ids, call.logprobs)
         ids += arrays[:2]
@@ -137,6 +144,7 @@ def unpack(data: bytes) -> AttemptPayload:
         log=rest.log,
         artifacts=rest.artifacts,
         call_rewards=rest.call_rewards,
+        end=rest.end,
     )
 
 

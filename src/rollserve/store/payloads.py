@@ -18,11 +18,12 @@ from pathlib import Path
 
 from rollserve.errors import Conflict, InfrastructureFailure, InvalidInput, NotFound
 from rollserve.records.call import Call
-from rollserve.store.base import AttemptPayload, SealedPayload
+from rollserve.store.base import AttemptPayload, EndState, SealedPayload
 from rollserve.store.packing import (
     ArtifactFrame,
     CallFrame,
     Damaged,
+    EndFrame,
     Frame,
     LogFrame,
     RewardsFrame,
@@ -129,6 +130,9 @@ class FileSegment:
 
     def append_call_rewards(self, rewards: dict[str, float]) -> None:
         self._append(RewardsFrame(rewards))
+
+    def append_end(self, end: EndState) -> None:
+        self._append(EndFrame(end))
 
     def _append(self, frame: Frame) -> None:
         if self._fd is None:

@@ -334,6 +334,72 @@ deliveries = sa.Table(
     sa.Index(None, "run_id", "trainer", "state", "finished_seq"),
 )
 
+callbacks = sa.Table(
+    "callbacks",
+    metadata,
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Column("rule", sa.Text, nullable=False),
+    sa.Column("url", sa.Text, nullable=False),
+    sa.Column("trainer", NAME, nullable=False),
+    sa.Column("events", sa.Text, nullable=False),
+    sa.Column("secret", sa.Text, nullable=False),
+    sa.Column("state", STATE, nullable=False),
+    sa.Column("detail", sa.Text, nullable=False),
+)
+
+messages = sa.Table(
+    "messages",
+    metadata,
+    sa.Column("seq", SEQ, primary_key=True, autoincrement=True),
+    sa.Column("id", ID, nullable=False, unique=True),
+    sa.Column("run_id", sa.ForeignKey("runs.id"), nullable=False),
+    sa.Column("type", sa.String(64), nullable=False),
+    sa.Column("group_id", ID, index=True),
+    sa.Column("data", sa.Text, nullable=False),
+    sa.Column("state", STATE, nullable=False, index=True),
+    sa.Column("tries", sa.Integer, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("due_at", sa.Double, nullable=False),
+    sa.Column("ended_at", sa.Double),
+    sa.Column("lease_id", ID),
+    sa.Column("status", sa.Integer),
+    sa.Column("error", sa.Text),
+    sa.Index(None, "run_id", "state", "due_at"),
+    sqlite_autoincrement=True,
+)
+"""The outbox: what is to be sent to callbacks, written with the change that it tells of. ``lease_id`` is
+that of the try on its way."""
+
+regrades = sa.Table(
+    "regrades",
+    metadata,
+    sa.Column("seq", SEQ, primary_key=True, autoincrement=True),
+    sa.Column("id", ID, nullable=False, unique=True),
+    sa.Column("run_id", sa.ForeignKey("runs.id"), nullable=False, index=True),
+    sa.Column("grader", sa.Text, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+gradings = sa.Table(
+    "gradings",
+    metadata,
+    sa.Column("seq", SEQ, primary_key=True, autoincrement=True),
+    sa.Column("regrade_id", sa.ForeignKey("regrades.id"), nullable=False),
+    sa.Column("run_id", sa.ForeignKey("runs.id"), nullable=False, index=True),
+    sa.Column("rollout_id", sa.ForeignKey("rollouts.id"), nullable=False),
+    sa.Column("attempt_id", ID, nullable=False),
+    sa.Column("state", STATE, nullable=False),
+    sa.Column("tries", sa.Integer, nullable=False),
+    sa.Column("not_before", sa.Double, nullable=False),
+    sa.Column("before", sa.Double),
+    sa.Column("graded", sa.Text),
+    sa.UniqueConstraint("regrade_id", "rollout_id"),
+    sa.Index(None, "state", "not_before"),
+    sqlite_autoincrement=True,
+)
+"""``before`` is the rollout's own reward when the regrade was begun; ``tries`` fence late ends."""
+
 events = sa.Table(
     "events",
     metadata,

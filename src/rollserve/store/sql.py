@@ -16,38 +16,51 @@ from typing import TypeVar
 import sqlalchemy as sa
 
 from rollserve.errors import Unavailable
+from rollserve.records.callback import CallbackMessage, CallbackStatus, MessageState
 from rollserve.records.delivery import Checkpoint, Lease
+from rollserve.records.evaluation import Outcome
 from rollserve.records.event import Event
 from rollserve.records.policy import Backend, Policy, TemplateFinding
+from rollserve.records.regrade import Graded, Grading, GradingState, Regrade
 from rollserve.records.rollout import Attempt, Group, Rollout, RolloutState
 from rollserve.records.run import Run, RunState, SourceStatus
 from rollserve.records.update import Canary, WeightUpdate
 from rollserve.store.base import (
     Bin,
+    CallbackDue,
     Fed,
     Finish,
     Finished,
+    GradingStart,
     Handed,
     NewGroup,
+    Outgoing,
     Page,
     SealedPayload,
+    SourceResult,
     Start,
     Stopped,
     Supply,
+    TryEnd,
 )
 from rollserve.store.engine import Synchronous, make_engine, prepare_file
 from rollserve.store.migrate import migrate
 from rollserve.store.ops import (
     bins,
+    callbacks,
     cancel,
+    checkpoints,
     closing,
     deliveries,
     keys,
+    outcomes,
     policies,
+    regrades,
     rollouts,
     runs,
     sources,
     start,
+    trainers,
 )
 from rollserve.store.ops import events as event_ops
 from rollserve.store.ops import finish as finish_ops
@@ -181,14 +194,23 @@ class SqlStore:
 
     # -- runs
 
-    async def create_run(self, run: Run, source: SourceStatus | None = None) -> Run:
-        return await self._write(lambda tx: runs.create_run(tx, run, source))
+    async def create_run(
+        self, run: Run, source: SourceStatus | None = None, callback_secret: str | None = None
+    ) -> Run:
+        return await self._write(lambda tx: runs.create_run(tx, run, source, callback_secret))
 
     async def get_run(self, run_id: str) -> Run:
         return await self._read(lambda conn: runs.get_run(conn, run_id))
 
-    async def list_runs(self, *, cursor: str | None = None, limit: int = 100) -> Page[Run]:
-        return await self._read(lambda conn: runs.list_runs(conn, cursor, limit))
+    async def list_runs(
+        self,
+        *,
+        state: RunState | None = None,
+        newest: bool = False,
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> Page[Run]:
+        return await self._read(lambda conn: runs.list_runs(conn, cursor, limit, state=state, newest=newest))
 
     async def set_run_state(self, run_id: str, state: RunState) -> Run:
         """Closing also ends what is queued, in steps; ``recover`` takes up where a crash broke off."""
@@ -264,6 +286,11 @@ class SqlStore:
             )
         )
 
+    async def list_outcomes(
+        self, run_id: str, *, cursor: str | None = None, limit: int = 100
+    ) -> Page[list[Outcome]]:
+        return await self._read(lambda conn: outcomes.list_outcomes(conn, run_id, cursor, limit))
+
     async def list_attempts(
         self, rollout_id: str, *, cursor: str | None = None, limit: int = 100
     ) -> Page[Attempt]:
@@ -313,6 +340,9 @@ class SqlStore:
 
     async def supply(self, run_id: str) -> Supply:
         return await self._read(lambda conn: sources.supply(conn, run_id))
+
+    async def source_results(self, run_id: str, limit: int) -> list[SourceResult]:
+        return await self._read(lambda conn: sources.results(conn, run_id, limit))
 
     async def feed(self, run_id: str, fed: Fed) -> bool:
         readers = self._readers
@@ -397,7 +427,7 @@ class SqlStore:
         self, run_id: str, trainer: str, epoch: int, *, name: str, cursor: str | None, now: float
     ) -> Checkpoint:
         return await self._write(
-            lambda tx: deliveries.commit_checkpoint(
+            lambda tx: checkpoints.commit_checkpoint(
                 tx, run_id, trainer, epoch, name=name, cursor=cursor, now=now
             )
         )
@@ -405,25 +435,100 @@ class SqlStore:
     async def rewind(
         self, run_id: str, trainer: str, name: str | None, *, now: float
     ) -> tuple[int, Checkpoint | None]:
-        return await self._write(lambda tx: deliveries.rewind(tx, run_id, trainer, name))
+        return await self._write(lambda tx: checkpoints.rewind(tx, run_id, trainer, name))
 
     async def trainer_epoch(self, run_id: str, trainer: str) -> int:
-        return await self._read(lambda conn: deliveries.trainer_epoch(conn, run_id, trainer))
+        return await self._read(lambda conn: trainers.trainer_epoch(conn, run_id, trainer))
 
     async def list_checkpoints(
         self, run_id: str, trainer: str, *, cursor: str | None = None, limit: int = 100
     ) -> Page[Checkpoint]:
         return await self._read(
-            lambda conn: deliveries.list_checkpoints(conn, run_id, trainer, cursor, limit)
+            lambda conn: checkpoints.list_checkpoints(conn, run_id, trainer, cursor, limit)
         )
 
     async def expire_leases(self, now: float) -> int:
         return await self._write(lambda tx: deliveries.expire_leases(tx, now))
 
-    # -- events
+    # -- callbacks
 
-    async def append_events(self, events: Sequence[Event]) -> None:
-        await self._write(lambda tx: event_ops.append_events(tx, events))
+    async def callback_dues(self) -> list[CallbackDue]:
+        return await self._read(callbacks.dues)
+
+    async def take_message(self, run_id: str, *, ttl_s: float, now: float) -> Outgoing | None:
+        return await self._write(lambda tx: callbacks.take(tx, run_id, ttl_s=ttl_s, now=now))
+
+    async def end_message(self, sent: Outgoing, end: TryEnd, *, now: float) -> MessageState | None:
+        return await self._write(lambda tx: callbacks.end(tx, sent, end, now=now))
+
+    async def recover_messages(self, now: float) -> int:
+        return await self._write(lambda tx: callbacks.recover(tx, now))
+
+    async def callback_secret(self, run_id: str) -> str | None:
+        return await self._read(lambda conn: callbacks.secret(conn, run_id))
+
+    async def callback_status(self, run_id: str) -> CallbackStatus:
+        return await self._read(lambda conn: callbacks.status(conn, run_id))
+
+    async def list_messages(
+        self, run_id: str, *, state: MessageState | None = None, cursor: str | None = None, limit: int = 100
+    ) -> Page[CallbackMessage]:
+        return await self._read(lambda conn: callbacks.list_messages(conn, run_id, state, cursor, limit))
+
+    async def resend_messages(self, run_id: str, ids: Sequence[str] | None, *, now: float) -> int:
+        return await self._write(lambda tx: callbacks.resend(tx, run_id, ids, now=now))
+
+    async def count_messages(self) -> dict[str, int]:
+        return await self._read(callbacks.counts)
+
+    # -- re-grading
+
+    async def create_regrade(self, regrade: Regrade) -> Regrade:
+        return await self._write(lambda tx: regrades.create(tx, regrade))
+
+    async def get_regrade(self, regrade_id: str) -> Regrade:
+        return await self._read(lambda conn: regrades.get(conn, regrade_id))
+
+    async def list_regrades(
+        self, run_id: str, *, cursor: str | None = None, limit: int = 100
+    ) -> Page[Regrade]:
+        return await self._read(lambda conn: regrades.of_run(conn, run_id, cursor, limit))
+
+    async def grading_counts(self, regrade_id: str) -> dict[str, int]:
+        return await self._read(lambda conn: regrades.counts(conn, regrade_id))
+
+    async def list_gradings(
+        self,
+        regrade_id: str,
+        *,
+        state: GradingState | None = None,
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> Page[Grading]:
+        return await self._read(lambda conn: regrades.list_gradings(conn, regrade_id, state, cursor, limit))
+
+    async def gradings_of(self, regrade_id: str, rollout_ids: Sequence[str]) -> dict[str, Grading]:
+        return await self._read(lambda conn: regrades.of_rollouts(conn, regrade_id, rollout_ids))
+
+    async def take_gradings(self, now: float, limit: int) -> list[GradingStart]:
+        return await self._write(lambda tx: regrades.take(tx, now, limit))
+
+    async def next_grading_due(self) -> float | None:
+        return await self._read(regrades.next_due)
+
+    async def finish_grading(
+        self, start: GradingStart, graded: Graded | None, *, not_before: float = 0.0
+    ) -> bool:
+        whose = (start.regrade_id, start.rollout_id, start.tries)
+        return await self._write(lambda tx: regrades.finish(tx, *whose, graded, not_before))
+
+    async def recover_gradings(self) -> int:
+        return await self._write(regrades.recover)
+
+    async def cancel_regrade(self, regrade_id: str) -> int:
+        return await self._write(lambda tx: regrades.cancel(tx, regrade_id))
+
+    # -- events
 
     async def list_events(self, *, after: int, limit: int = 500, run_id: str | None = None) -> list[Event]:
         return await self._read(lambda conn: event_ops.list_events(conn, after, limit, run_id))

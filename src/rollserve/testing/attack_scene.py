@@ -12,13 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollserve.errors import EpisodeFailure
+from rollserve.records.network import AllowedHosts
 from rollserve.rollouts.keepsakes import pack, unpack
 from rollserve.rollouts.worker_ports import Bounds
 from rollserve.sandbox import processes
 from rollserve.sandbox.base import Runtime, Sandbox, SandboxLimits, SandboxSpec
+from rollserve.sandbox.egress.addresses import AddressRules
+from rollserve.sandbox.egress.proxy import Egress, EgressBounds
+from rollserve.testing.fake_internet import OTHER_SITE, SITE, FakeInternet
 from rollserve.testing.runtime_probes import OWNER, TTL_S, host_has, processes_with, unique_seconds
 
 THROUGH = "through"
+ALLOWED = AllowedHosts(allow=["allowed.test", "*.site.test"])
+ALLOWED_PLACES = frozenset({(SITE, 80), (SITE, 443)})
+STRANGERS = ("other.test", "xallowed.test", "allowed.test.other.test", "site.test")
+PROXY_BOUNDS = EgressBounds(connections=16, total_bytes=4 << 20, head_s=1.0)
 LIMITS = SandboxLimits(memory_mb=128, processes=64, file_mb=64, disk_mb=64, cpus=0.5)
 COMMAND_S = 40.0
 
@@ -26,7 +34,8 @@ COMMAND_S = 40.0
 @dataclass(frozen=True)
 class Scene:
     """Two sandboxes of one runtime, and what they are after: a file and a process of the host, a port and an
-    abstract socket that listen there."""
+    abstract socket that listen there. A third one, ``online``, has two proxies: ``listed`` lets through to
+    some hosts, ``proxy`` to any. What they lead to is ``net``."""
 
     runtime: Runtime
     box: Sandbox
@@ -35,6 +44,10 @@ class Scene:
     victim: int
     port: int
     abstract: str
+    online: Sandbox
+    net: FakeInternet
+    proxy: int
+    listed: int
 
     async def says_through(self, command: str) -> bool:
         result = await self.box.exec(command, timeout_s=COMMAND_S)
@@ -97,19 +110,53 @@ async def scene(runtime: Runtime, folder: Path) -> AsyncIterator[Scene]:
         unix.listen()
         try:
             spec = SandboxSpec(limits=LIMITS)
-            yield Scene(
-                runtime=runtime,
-                box=await runtime.create(spec, owner=OWNER, ttl_s=TTL_S),
-                other=await runtime.create(spec, owner=OWNER, ttl_s=TTL_S),
-                secret=secret,
-                victim=victim.pid,
-                port=server.getsockname()[1],
-                abstract=abstract,
-            )
+            online = await runtime.create(spec, owner=OWNER, ttl_s=TTL_S)
+            async with _proxies(online) as (net, proxy, listed):
+                yield Scene(
+                    runtime=runtime,
+                    box=await runtime.create(spec, owner=OWNER, ttl_s=TTL_S),
+                    other=await runtime.create(spec, owner=OWNER, ttl_s=TTL_S),
+                    secret=secret,
+                    victim=victim.pid,
+                    port=server.getsockname()[1],
+                    abstract=abstract,
+                    online=online,
+                    net=net,
+                    proxy=proxy,
+                    listed=listed,
+                )
         finally:
             if victim.returncode is None:
                 victim.kill()
             await victim.wait()
+
+
+@asynccontextmanager
+async def _proxies(sandbox: Sandbox) -> AsyncIterator[tuple[FakeInternet, int, int]]:
+    """The proxies of a sandbox on an internet where all but the sites of ``ALLOWED`` say that somebody got
+    through to them."""
+    net = FakeInternet(attacks_names())
+    net.says = lambda address, port: "a site" if (address, port) in ALLOWED_PLACES else f"{THROUGH}\n"
+    egress = Egress(rules=AddressRules(), bounds=PROXY_BOUNDS, internet=net.internet)
+    any_sock, listed_sock = await sandbox.listen(), await sandbox.listen()
+    ports = int(any_sock.getsockname()[1]), int(listed_sock.getsockname()[1])
+    async with (
+        egress.serve("full", any_sock, log=lambda line: None),
+        egress.serve(ALLOWED, listed_sock, log=lambda line: None),
+    ):
+        yield net, *ports
+    await net.close()
+
+
+def attacks_names() -> dict[str, list[list[str]]]:
+    return {
+        "allowed.test": [[SITE]],
+        **{name: [[OTHER_SITE]] for name in STRANGERS},
+        "metadata.test": [["169.254.169.254"]],
+        "api.test": [["127.0.0.1"]],
+        "mixed.test": [["127.0.0.1", SITE], [SITE, "127.0.0.1"]],
+        "rebind.test": [[SITE], ["127.0.0.1"], ["10.0.0.1"], ["169.254.169.254"]],
+    }
 
 
 # -- those that take more than a command ------------------------------------------------------

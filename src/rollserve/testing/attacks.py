@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rollserve.testing import attack_scene as scenes
 from rollserve.testing.attack_scene import EQUAL, PASSES, Try, carries, connect, perl, shell, syscall
+from rollserve.testing.attacks_proxy import PROXY, PROXY_OPEN
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ _FILES = (
 _MOUNTS = (
     ("mount by the raw call", syscall(165, 40, '"none", "/tmp", "tmpfs", 0, 0'), NO_RIGHTS),
     ("unmount what covers the host", syscall(166, 39, '"/dev", 2'), NO_RIGHTS),
+    (
+        "uncover the sandbox's writable layer beneath `/proc`",
+        syscall(166, 39, '"/proc", 2'),
+        NO_RIGHTS,
+    ),
     ("open a tree by `fsopen`", syscall(430, 430, '"tmpfs", 0'), FILTER),
     ("`chroot`", syscall(161, 51, '"/tmp"'), NO_RIGHTS),
     ("a new user namespace by `unshare`", syscall(272, 97, "0x10000000"), NO_RIGHTS),
@@ -295,6 +301,8 @@ ATTACKS: tuple[Attack, ...] = (
     ),
     *(Attack("network", name, tries, stops, perl=True) for name, tries, stops in _NETWORK),
     Attack("network", "resolve a name", shell("getent hosts example.com && echo through"), NO_NETWORK),
+    *(Attack("proxy", name, tries, stops, perl=True) for name, tries, stops in PROXY),
+    *(Attack("proxy", name, tries, stops, perl=True, open=True) for name, tries, stops in PROXY_OPEN),
     Attack(
         "session",
         "reach the way to another sandbox's session",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 from collections.abc import Sequence
@@ -9,9 +10,11 @@ from itertools import pairwise
 from typing import Any
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from rollserve.dialect.base import Answered, Piece
 from rollserve.records.call import Message, ToolCall
+from rollserve.records.image import Image, digest_of, split_at_images
 
 BROKEN_BODIES: tuple[bytes, ...] = (
     b"",
@@ -52,6 +55,18 @@ HARD_TEXTS: tuple[str, ...] = (
     'he said "</think>" & <tool_call>',
 )
 
+PICTURES: dict[str, bytes] = {
+    digest_of(data): data for data in (b"\x89PNG\r\n\x1a\n\xfb\xff\xfe", b"\xff\xd8\xff\xe0", b"\x00")
+}
+"""Bytes of images; their base64 has every odd character."""
+_URLS = ("https://pictures.invalid/a%20b.png?c=d&e=%C3%A9", "http://pictures.invalid/")
+_IMAGES: tuple[Image, ...] = (
+    *(
+        Image(digest=digest, media_type=media_type, size_bytes=len(PICTURES[digest]))
+        for digest, media_type in zip(PICTURES, ("image/png", "image/jpeg", "image/webp"), strict=True)
+    ),
+    *(Image(digest=digest_of(url.encode()), url=url) for url in _URLS),
+)
 _TEXT = st.text(max_size=40)
 _NAMES = st.sampled_from(["shell", "edit"])
 _ARGUMENTS = st.dictionaries(
@@ -94,15 +109,43 @@ def model_turns(draw: st.DrawFn) -> Message:
 
 
 @st.composite
+def seen(draw: st.DrawFn, message: Message, *, at_end: bool = False) -> Message:
+    """A message with up to three images, among its text or after it."""
+    images = draw(st.lists(st.sampled_from(_IMAGES), max_size=3))
+    length = len(message.content)
+    places = sorted(draw(st.integers(length if at_end else 0, length)) for _ in images)
+    placed = tuple(replace(image, at=at) for image, at in zip(images, places, strict=True))
+    return replace(message, images=placed)
+
+
+def parts_of(message: Message) -> list[str | Image]:
+    """Texts and images in their order, as a client sends them."""
+    parts: list[str | Image] = []
+    texts = split_at_images(message.content, message.images)
+    for text, image in zip(texts, (*message.images, None), strict=True):
+        parts += [each for each in (text or None, image) if each is not None]
+    return parts
+
+
+def encoded(image: Image) -> str:
+    """Base64 of an image of ``PICTURES``."""
+    return base64.b64encode(PICTURES[image.digest]).decode()
+
+
+def address(image: Image) -> str:
+    return image.url or f"data:{image.media_type};base64,{encoded(image)}"
+
+
+@st.composite
 def turns(draw: st.DrawFn) -> tuple[Message, ...]:
-    """A user's text, and perhaps a model turn with the results of its calls."""
-    messages = [Message(role="user", content=draw(st.text(min_size=1, max_size=40)))]
+    """What a user says and shows, and perhaps a model turn with the results of its calls."""
+    messages = [draw(seen(Message(role="user", content=draw(st.text(min_size=1, max_size=40)))))]
     if draw(st.booleans()):
         said = draw(model_turns())
         messages.append(said)
-        messages += [
-            Message(role="tool", content=draw(_TEXT), tool_call_id=call.id) for call in said.tool_calls
-        ]
+        for call in said.tool_calls:
+            result = Message(role="tool", content=draw(_TEXT), tool_call_id=call.id)
+            messages.append(draw(seen(result, at_end=True)))
     return tuple(messages)
 
 
@@ -130,6 +173,7 @@ def _renamed(message: Message, turn: int) -> Message:
         reasoning=message.reasoning,
         tool_calls=calls,
         tool_call_id=of,
+        images=message.images,
     )
 
 
@@ -190,6 +234,14 @@ _KEYS = st.sampled_from(
         "response_format",
         "tool_choice",
         "instructions",
+        "image_url",
+        "source",
+        "url",
+        "data",
+        "media_type",
+        "inlineData",
+        "fileData",
+        "mimeType",
     )
 )
 _LEAVES = (
@@ -200,6 +252,10 @@ _LEAVES = (
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8)
     | st.sampled_from(["\ud800", "\x00", "user", "assistant", "tool", "function", "text", "auto", "none"])
+    | st.sampled_from(["image", "image_url", "input_image", "base64", "image/png", "https://a.invalid/b"])
+    | st.sampled_from(
+        ["data:image/png;base64,AAAA", "data:image/png;base64,A", "data:,", "AAAA", "file:///a"]
+    )
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from rollserve.agent.base import Episode, Reply, Toolbox
+from rollserve.agent.base import Episode, ModelClient, Reply, Toolbox
 from rollserve.errors import SandboxError, TooLarge
 from rollserve.grader.base import Grading
 from rollserve.records.call import Message, ToolCall
@@ -38,6 +38,7 @@ class ScriptedModel:
         self._turns = list(turns)
         self.asked: list[tuple[Message, ...]] = []
         self.offered: list[tuple[Mapping[str, Any], ...]] = []
+        self.models: list[str | None] = []
         self.waiting = asyncio.Event()
         self.cancelled = 0
 
@@ -47,9 +48,11 @@ class ScriptedModel:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
+        model: str | None = None,
     ) -> Reply:
         self.asked.append(tuple(messages))
         self.offered.append(tuple(tools))
+        self.models.append(model)
         if not self._turns:
             await self._for_ever()
         turn = self._turns.pop(0)
@@ -105,6 +108,12 @@ class FakeSandbox:
         self._check()
         return socket.create_server(("127.0.0.1", 0))
 
+    async def connect(self, port: int) -> socket.socket:
+        raise SandboxError("a fake has no ports", operation="sandbox.connect")
+
+    async def snapshot(self) -> str:
+        raise SandboxError("a fake is not kept", operation="sandbox.snapshot")
+
     async def read_file(self, path: str, *, limit_bytes: int = 16 << 20) -> bytes:
         self._check()
         data = self.files.get(_absolute(path))
@@ -150,6 +159,7 @@ def some_grading(
     sandbox: Sandbox | None = None,
     call_ids: Sequence[str] = ("c1", "c2"),
     log: list[str] | None = None,
+    model: ModelClient | None = None,
 ) -> Grading:
     conversation = (
         Message(role="user", content="do it"),
@@ -162,4 +172,5 @@ def some_grading(
         call_ids=tuple(call_ids),
         log=([] if log is None else log).append,
         sandbox=sandbox,
+        model=model,
     )

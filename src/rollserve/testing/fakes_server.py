@@ -17,9 +17,11 @@ from rollserve.executor.base import (
     AttemptEnded,
     CancelAttempt,
     FromWorker,
+    GradingEnded,
     PolicyView,
     StageChanged,
     StartAttempt,
+    StartGrading,
     ToWorker,
     WorkerHello,
     WorkerLost,
@@ -27,10 +29,11 @@ from rollserve.executor.base import (
 )
 from rollserve.records.call import Call, Message, SamplingParams, VersionSpan, pack_floats, pack_ids
 from rollserve.records.policy import BackendInfo, BackendSpec, PolicySpec, TemplateFinding, TemplateReport
+from rollserve.records.regrade import Graded
 from rollserve.records.rollout import Attempt, Failure, RolloutState
 from rollserve.records.task import Task
 from rollserve.records.update import UpdateMode
-from rollserve.store.base import AttemptPayload, SealedPayload, Segment
+from rollserve.store.base import AttemptPayload, EndState, SealedPayload, Segment
 from rollserve.testing.scripted import ScriptedBackend, ScriptedEngine
 
 Play = Callable[["FakeExecutor", str, StartAttempt], None]
@@ -47,6 +50,8 @@ class FakeExecutor:
         self.cancels: list[CancelAttempt] = []
         self.acks: list[AckAttempt] = []
         self.views: list[PolicyView] = []
+        self.gradings: list[tuple[str, StartGrading]] = []
+        self.grade: Callable[[FakeExecutor, str, StartGrading], None] | None = None
         self.stopped = False
         self._workers = workers
         self._capacity = capacity
@@ -72,6 +77,10 @@ class FakeExecutor:
                 self.cancels.append(message)
             case AckAttempt():
                 self.acks.append(message)
+            case StartGrading():
+                self.gradings.append((worker_id, message))
+                if self.grade is not None:
+                    self.grade(self, worker_id, message)
             case _:
                 raise TypeError(f"not sent to one worker: {message!r}")
         return True
@@ -116,6 +125,18 @@ class FakeExecutor:
         """Report the end of an attempt; may be called again with the same."""
         worker_id, _ = self.started[attempt_id]
         self.say(worker_id, AttemptEnded(attempt_json=attempt.model_dump_json().encode()))
+
+    def graded(self, worker_id: str, start: StartGrading, graded: Graded) -> None:
+        """Report the end of a grading."""
+        self.say(
+            worker_id,
+            GradingEnded(
+                regrade_id=start.regrade_id,
+                rollout_id=start.rollout_id,
+                tries=start.tries,
+                graded_json=graded.model_dump_json().encode(),
+            ),
+        )
 
     def kill(self, worker_id: str, *, replace: bool = True) -> str | None:
         """A worker dies with its attempts; another takes its place."""
@@ -265,6 +286,9 @@ class FakeSegment:
     def append_call_rewards(self, rewards: dict[str, float]) -> None:
         self._payload.call_rewards.update(rewards)
 
+    def append_end(self, end: EndState) -> None:
+        self._payload.end = end
+
     async def seal(self) -> SealedPayload:
         self._payloads.live.pop(self._ref, None)
         self._payloads.keep(self._ref, self._payload)
@@ -290,7 +314,7 @@ async def check_task(task: Task, field: str) -> None:
         raise InvalidInput("no such image", field=f"{field}.image")
 
 
-async def check_filter(path: str, field: str) -> None:
+async def check_function(path: str, field: str) -> None:
     """Knows the module ``filters``."""
     if not path.startswith("filters:"):
         raise InvalidInput(f"{path!r} can't be loaded", field=field)
@@ -302,6 +326,26 @@ async def keeps(path: str, arguments: dict[str, Any]) -> bool:
         raise ZeroDivisionError("division by zero")
     rewards: list[float] = arguments["rewards"]
     return max(rewards) == 1.0
+
+
+async def next_tasks(path: str, arguments: dict[str, Any]) -> list[int | dict[str, Any]] | None:
+    """``filters:raises`` raises, ``filters:hangs`` never answers, ``filters:lost`` gives a line that is not
+    there. ``filters:until_solved`` gives its task again, one at a time, until a group of it has earned 1
+    throughout. Any other gives the lines in their order, each once."""
+    given, results = int(arguments["given"]), arguments["results"]
+    match path.partition(":")[2]:
+        case "raises":
+            raise ZeroDivisionError("division by zero")
+        case "hangs":
+            await asyncio.Event().wait()
+        case "lost":
+            return [99]
+        case "until_solved":
+            if any(min(result["rewards"]) == 1.0 for result in results):
+                return None
+            return [] if len(results) < given else [dict(arguments["options"]["task"])]
+    left = list[int | dict[str, Any]](range(given, arguments["lines"]))
+    return left[: arguments["wanted"]] or None
 
 
 async def probe_backend(spec: BackendSpec, model: str) -> BackendInfo:
@@ -338,8 +382,8 @@ class FakeControl:
         await self._made.gate.wait()
         await self._say(f"pause {mode.value}")
 
-    async def announce(self, label: str) -> None:
-        await self._say(f"announce {label}")
+    async def announce(self, label: str, adapter_path: str | None = None) -> None:
+        await self._say(f"announce {label}" if adapter_path is None else f"load {adapter_path} as {label}")
 
     async def resume(self) -> None:
         await self._say("resume")
@@ -368,13 +412,19 @@ class FakeControls:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    def __call__(self, spec: BackendSpec, shared_with: str | None) -> FakeControl:
+    def __call__(self, spec: BackendSpec, shared_with: str | None, adapter: str | None = None) -> FakeControl:
         self.open += 1
         return FakeControl(spec.url, self)
+
+
+async def check_tokenizer(name: str) -> None:
+    """There is one, the shipped one; ``gone`` passes, and is not there any more when it is probed."""
+    if name not in ("tiny", "gone"):
+        raise InvalidInput(f"no such file or directory: {name}", field="tokenizer")
 
 
 async def probe_template(spec: PolicySpec) -> TemplateFinding:
     """Nothing is wrong with a template; of ``gone`` nothing can be said."""
     verdict: Literal["unknown", "exact"] = "unknown" if spec.tokenizer == "gone" else "exact"
-    report = TemplateReport(verdict=verdict)
+    report = TemplateReport(verdict=verdict, detail="it is gone" if verdict == "unknown" else "")
     return TemplateFinding(keep=report, strip=report)

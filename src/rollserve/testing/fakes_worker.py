@@ -28,12 +28,13 @@ from rollserve.executor.base import PolicyView
 from rollserve.gateway.base import Ending, Session, SessionSpec
 from rollserve.grader.base import Grade, GraderEntry, Grading
 from rollserve.records.call import Call, Message
+from rollserve.records.network import Network
 from rollserve.records.task import AgentSpec, GraderSpec, Task
 from rollserve.rollouts.clock import Clock
 from rollserve.rollouts.worker_ports import Bounds, WorkerPorts
 from rollserve.sandbox.base import Console, ExecResult, Program, RuntimeReport, Sandbox, SandboxSpec
 from rollserve.sandbox.tools import ToolResult
-from rollserve.store.base import AttemptPayload, SealedPayload
+from rollserve.store.base import AttemptPayload, EndState, SealedPayload
 
 Hook = Callable[[], Awaitable[None]]
 """Awaited where a fake would do its work: sleep, hang or raise there."""
@@ -69,6 +70,7 @@ class Hooks:
     stalled: Hook = _nothing
     close_session: Hook = _nothing
     listen: Hook = _nothing
+    open_network: Hook = _nothing
     close_sandbox: Hook = _nothing
     seal: Hook = _nothing
 
@@ -81,13 +83,15 @@ class FakeSandbox:
         self.id = f"{owner}-{number}"
         self.spec = spec
         self.owner = owner
-        self.files = dict(spec.files)
+        self.files = {**runtime.snapshots.get(spec.snapshot, {}), **spec.files}
         self.closed = False
+        self.commands: list[str] = []
 
     async def exec(
         self, command: str, *, timeout_s: float = 60.0, output_limit_bytes: int = 65536
     ) -> ExecResult:
         self._check_open()
+        self.commands.append(command)
         if "tar -tf" in command:
             carried = msgspec.msgpack.decode(self.files.pop(_archive_in(command)), type=dict[str, bytes])
             self.files |= carried
@@ -109,6 +113,15 @@ class FakeSandbox:
         self._check_open()
         await self._runtime.hooks.listen()
         return socket.create_server(("127.0.0.1", 0))
+
+    async def connect(self, port: int) -> socket.socket:
+        raise SandboxError("a fake has no ports", operation="sandbox.connect")
+
+    async def snapshot(self) -> str:
+        self._check_open()
+        name = f"snapshot-{len(self._runtime.snapshots)}"
+        self._runtime.snapshots[name] = dict(self.files)
+        return name
 
     async def read_file(self, path: str, *, limit_bytes: int = 16 << 20) -> bytes:
         self._check_open()
@@ -152,6 +165,7 @@ class FakeRuntime:
         self.made: list[FakeSandbox] = []
         self.most_open = 0
         self.reaps = 0
+        self.snapshots: dict[str, dict[str, bytes]] = {}
         self.enforces: tuple[str, ...] = ()
         self._by_owner: Counter[str] = Counter()
 
@@ -197,6 +211,7 @@ class FakeModel:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
+        model: str | None = None,
     ) -> Reply:
         return await self._session.generate(list(messages))
 
@@ -229,6 +244,9 @@ class FakeSession:
         self._gateway.generating.add(self.id)
         try:
             await self._gateway.hooks.chat()
+        except InfrastructureFailure as error:
+            self.trouble = error
+            raise
         finally:
             self._gateway.generating.discard(self.id)
         self.counts["turns"] += 1
@@ -306,6 +324,9 @@ class FakeSegment:
 
     def append_call_rewards(self, rewards: dict[str, float]) -> None:
         self.payload.call_rewards |= rewards
+
+    def append_end(self, end: EndState) -> None:
+        self.payload.end = end
 
     async def seal(self) -> SealedPayload:
         await self._payloads.hooks.seal()
@@ -460,6 +481,8 @@ class FakePorts:
         self.graders = FakeGraders()
         self.open_toolboxes = 0
         self.routes = 0
+        self.networks: list[Network] = []
+        self.opened_networks: list[Network] = []
         self.ports = WorkerPorts(
             runtimes={"fake": self.runtime},
             default_runtime="fake",
@@ -469,6 +492,7 @@ class FakePorts:
             graders=self.graders,
             open_toolbox=self.open_toolbox,
             serve_session=self.serve_session,
+            open_network=self.open_network,
             clock=self.clock,
             bounds=self.bounds,
         )
@@ -482,6 +506,20 @@ class FakePorts:
             finally:
                 self.routes -= 1
                 self.journal("route.closed")
+
+    @asynccontextmanager
+    async def open_network(
+        self, network: Network, sock: socket.socket, *, log: Callable[[str], None]
+    ) -> AsyncIterator[Mapping[str, str]]:
+        with sock:
+            await self.hooks.open_network()
+            self.networks.append(network)
+            self.opened_networks.append(network)
+            try:
+                yield {"HTTP_PROXY": "http://inside"}
+            finally:
+                self.networks.remove(network)
+                self.journal("network.closed")
 
     @asynccontextmanager
     async def open_toolbox(
@@ -508,6 +546,7 @@ class FakePorts:
         held += [f"session {name}" for name in self.gateway.open]
         held += [f"generation {name}" for name in self.gateway.generating]
         held += [f"segment {ref}" for ref in self.payloads.live]
+        held += ["network" for _ in self.networks]
         return held + ["toolbox"] * self.open_toolboxes + ["route"] * self.routes
 
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Stands in a sandbox for a harness's program, and breaks its connections: each request goes through a TCP
-proxy that drops the first one before a byte of the reply, and once a reply in its middle.
+proxy that drops the first one before a byte of the reply, and once a reply in its middle (where there is a
+mark for it).
 
 Stands alone (``harness_trial.breaking`` copies it into an installation, and the program is then ``REAL``).
 ``TRIAL_UPSTREAM`` is the address in the program's environment and settings that is replaced, ``TRIAL_MARK``
-the text of a reply behind which it breaks off. What it did is told on stderr.
+the text of a reply behind which it breaks off, or nothing. What it did is told on stderr.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Proxy:
         self._port = port
         self._mark = mark
         self._before = True
-        self._middle = True
+        self._middle = bool(mark)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         up_reader, up_writer = await asyncio.open_connection(self._host, self._port)

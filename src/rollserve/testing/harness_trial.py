@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import shutil
 import sys
@@ -22,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from rollserve.agent.harness.base import Dialect, Harness
+from rollserve.agent.harness.gemini_cli import SETTINGS as GEMINI_SETTINGS
 from rollserve.agent.harness.table import HARNESSES
 from rollserve.cli.processes import Processes, free_port
 from rollserve.client import Client, FinishedGroup
 from rollserve.records.policy import BackendKind, RendererSpec
-from rollserve.records.run import RetrySettings
+from rollserve.records.run import RetrySettings, SamplingSettings
 from rollserve.records.sample import TokenReport
 from rollserve.records.task import AgentSpec, GraderSpec, Limits, Task
 from rollserve.testing import harness_proxy
@@ -36,7 +38,7 @@ from rollserve.testing.scripted_server import ScriptedApp, serving
 from rollserve.wire import CreatePolicy, OpenRun, RegisterBackend
 
 POLICY = "scripted"
-RUN_S = 120.0
+LIMITS = Limits(run_s=120.0, memory_mb=16384, processes=1024, max_turns=40)
 CONTEXT_TOKENS = 1_000_000
 """The tiny tokenizer has few long tokens: a prompt of 50 kB is some 40,000 of them."""
 
@@ -67,16 +69,37 @@ WINDOWS: Mapping[str, tuple[int, int]] = {
     "claude-code": (100_000, CONTEXT_TOKENS),
     "codex": (40_000, CONTEXT_TOKENS),
     "qwen-code": (110_000, CONTEXT_TOKENS),
+    "gemini-cli": (CONTEXT_TOKENS, CONTEXT_TOKENS),
     "opencode": (40_000, CONTEXT_TOKENS),
     "pi": (200_000, 20_000),
+    "openhands": (20_000, CONTEXT_TOKENS),
 }
 """Of those that compact by themselves: what each is told of the context, and what it is. pi compacts where it
-is refused, and when it has said its last word."""
+is refused, and when it has said its last word; gemini-cli is told a share of the million it believes in."""
 
 _SMALL: Mapping[str, dict[str, str]] = {
-    "pi": {"~/.pi/agent/settings.json": '{"compaction": {"enabled": true, "keepRecentTokens": 500}}'}
+    "pi": {"~/.pi/agent/settings.json": '{"compaction": {"enabled": true, "keepRecentTokens": 500}}'},
+    "gemini-cli": {
+        "~/.gemini/settings.json": json.dumps(
+            json.loads(GEMINI_SETTINGS) | {"model": {"compressionThreshold": 0.005}}
+        )
+    },
 }
 """Settings with which a trial is long enough to be compacted: the tiny tokenizer's tokens are few letters."""
+
+_GOES_ON: Mapping[str, str] = {
+    "gemini-cli": "&& gemini --yolo --skip-trust -m policy --resume latest -p 'Say it again.'"
+}
+"""What follows on its command line: gemini-cli splits a history at a person's words only, and so compacts
+nothing before it is asked a second time."""
+
+LEFT_OUT: Mapping[tuple[str, Trouble], str] = {
+    ("gemini-cli", Trouble.CONNECTION): (
+        "dropped before a reply only: it ends (exit code 1) where a connection closes in the middle of one"
+    ),
+    ("mini-swe-agent", Trouble.COMPACTION): "does not compact: it ends where its context is full",
+}
+"""What a harness cannot do, whatever it is answered: said below the table."""
 
 COLUMNS = (
     *("harness", "dialect", "completed", "calls", "generations", "labels", "branches"),
@@ -97,6 +120,7 @@ class Trial:
     dialect: str
     completed: bool
     why: str = ""
+    rollout: str = ""
     calls: int = 0
     generations: int = 0
     labels: dict[str, int] = field(default_factory=dict)
@@ -120,7 +144,9 @@ class Trial:
         return (*begun, exact, str(self.sequences), lost)
 
 
-def editing_task(harness: str, dialect: Dialect | None = None, **options: Any) -> Task:
+def editing_task(
+    harness: str, dialect: Dialect | None = None, limits: Limits = LIMITS, **options: Any
+) -> Task:
     """Graded by the file it leaves."""
     given = {"provide": "mount", **options} | ({} if dialect is None else {"dialect": dialect.value})
     check = "grep -qx alpha notes.txt && grep -qx gamma notes.txt && ! grep -q beta notes.txt"
@@ -129,7 +155,7 @@ def editing_task(harness: str, dialect: Dialect | None = None, **options: Any) -
         agent=AgentSpec(name=harness, options=given),
         tools=[],
         grader=GraderSpec(name="command", options={"command": check, "carry": ["/workspace"]}),
-        limits=Limits(run_s=RUN_S, memory_mb=16384, processes=1024, max_turns=40),
+        limits=limits,
     )
 
 
@@ -185,11 +211,20 @@ async def scripted_policy(client: Client, engine: ScriptedEngine | None = None) 
         yield
 
 
-async def attempt(client: Client, harness: str, dialect: Dialect | None = None, **options: Any) -> Trial:
-    """One episode, from its submit to its samples."""
-    run = await client.open_run(OpenRun(policy=POLICY, retry=RetrySettings(max_attempts=1)))
-    await run.submit([editing_task(harness, dialect, **options)], num_rollouts=1)
-    async with asyncio.timeout(RUN_S * 2):
+async def attempt(
+    client: Client,
+    harness: str,
+    dialect: Dialect | None = None,
+    *,
+    sampling: SamplingSettings | None = None,
+    limits: Limits = LIMITS,
+    **options: Any,
+) -> Trial:
+    """One episode, from its submit to its samples; never longer than twice what the limits say."""
+    retry = RetrySettings(max_attempts=1)
+    run = await client.open_run(OpenRun(policy=POLICY, retry=retry, sampling=sampling or SamplingSettings()))
+    await run.submit([editing_task(harness, dialect, limits, **options)], num_rollouts=1)
+    async with asyncio.timeout(limits.run_s * 2):
         async with aclosing(run.groups(auto_ack=False)) as groups:
             group = await anext(groups)
             await group.ack()
@@ -207,6 +242,7 @@ async def _judged(client: Client, group: FinishedGroup, harness: str, dialect: D
     return Trial(
         harness=harness,
         dialect=(dialect or next(iter(HARNESSES[harness].wires))).value,
+        rollout=rollout.id,
         completed=finished.reward == 1.0,
         why="" if finished.reward == 1.0 else failure.replace("\n", " ")[:160],
         calls=len(calls),
@@ -271,17 +307,18 @@ async def try_all(
 async def _troubled(
     client: Client, engine: ScriptedEngine, name: str, dialect: Dialect, trouble: Trouble | None
 ) -> Trial:
-    """Never longer than twice ``RUN_S``."""
     options: dict[str, Any] = {}
     engine.faults.clear()
     if trouble is Trouble.BACKEND:
         engine.faults.extend(FAULTS)
     elif trouble is Trouble.CONNECTION:
-        options["env"] = {"TRIAL_UPSTREAM": "{plain_url}", "TRIAL_MARK": MARK}
+        mark = "" if (name, trouble) in LEFT_OUT else MARK
+        options["env"] = {"TRIAL_UPSTREAM": "{plain_url}", "TRIAL_MARK": mark}
     elif trouble is Trouble.COMPACTION:
         engine.script = follow_through(long_plan())
         options["context_tokens"], engine.context_tokens = WINDOWS[name]
         options["files"] = _SMALL.get(name, {})
+        options["arguments"] = _GOES_ON.get(name, "")
     before = engine.started
     trial = await attempt(client, name, dialect, **options)
     trial.generations = engine.started - before
@@ -299,22 +336,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--from", dest="folder", type=Path, required=True, help="the installed harnesses")
     parser.add_argument("--every-dialect", action="store_true", help="not the default one only")
     parser.add_argument("--trouble", type=Trouble, choices=list(Trouble), help="what befalls them on the way")
+    parser.add_argument("--every-trouble", action="store_true", help="none, then each; a table of each")
     parser.add_argument("--log", action="store_true", help="show the log of each, not only of failures")
     options = parser.parse_args(argv)
     folder = options.folder.absolute()
     names = options.names or [
         name for name, row in HARNESSES.items() if (folder / row.folder / "bin" / row.program).exists()
     ]
-    if options.trouble is Trouble.COMPACTION:
-        names = [name for name in names if name in WINDOWS]
-    pairs = [
-        (name, dialect)
-        for name in names
-        for dialect in list(HARNESSES[name].wires)[: None if options.every_dialect else 1]
-    ]
-    trials = asyncio.run(try_all(pairs, folder, options.trouble, say_log=options.log))
-    _say(table(trials))
-    sys.exit(0 if all(trial.completed for trial in trials) else 1)
+    tried: list[Trial] = []
+    for trouble in (None, *Trouble) if options.every_trouble else (options.trouble,):
+        pairs = [
+            (name, dialect)
+            for name in names
+            if trouble is not Trouble.COMPACTION or name in WINDOWS
+            for dialect in list(HARNESSES[name].wires)[: None if options.every_dialect else 1]
+        ]
+        trials = asyncio.run(try_all(pairs, folder, trouble, say_log=options.log))
+        tried += trials
+        _say(f"\ntrouble: {trouble.value if trouble else 'none'}\n\n{table(trials)}")
+        for name in names:
+            if trouble is not None and (name, trouble) in LEFT_OUT:
+                _say(f"{name}: {LEFT_OUT[name, trouble]}")
+    sys.exit(0 if all(trial.completed for trial in tried) else 1)
 
 
 if __name__ == "__main__":

@@ -162,3 +162,27 @@ def small_root(programs: Iterable[str]) -> list[Member]:
             name = library.lstrip("/")
             members.setdefault(name, Member(name, Path(library).read_bytes(), mode=0o755))
     return list(members.values())
+
+
+ROOT_PROGRAMS = (
+    "bash", "sh", "awk", "base64", "cat", "chmod", "cmp", "cut", "dd", "dirname", "env", "grep",
+    "head", "id", "ln", "ls", "mkdir", "mkfifo", "mount", "mv", "nohup", "od", "readlink", "rm", "sed",
+    "seq", "setsid", "sleep", "stat", "tail", "tar", "touch", "tr", "unshare", "wc", "yes",
+)  # fmt: skip
+"""All that the conformance suite of runtimes calls."""
+
+
+def make_root(root: Path, programs: Iterable[str] = ROOT_PROGRAMS) -> Path:
+    """A folder as an image: ``programs`` of this machine, as far as it has them."""
+    for member in small_root(program for program in programs if shutil.which(program)):
+        place = root / member.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if member.kind == tarfile.DIRTYPE:
+            place.mkdir(exist_ok=True)
+        else:
+            place.write_bytes(member.data)
+            place.chmod(member.mode)
+    (root / "root").rmdir()
+    (root / "usr").mkdir(exist_ok=True)
+    (root / "etc" / "motd").write_text("image\n")
+    return root

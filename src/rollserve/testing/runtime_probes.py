@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, TypedDict, cast
 
-from rollserve.sandbox.base import Runtime, RuntimeReport, Sandbox, SandboxLimits, SandboxSpec
+from rollserve.sandbox.base import Ability, Runtime, RuntimeReport, Sandbox, SandboxLimits, SandboxSpec
 
 OWNER = "conformance"
 TTL_S = 120.0
@@ -168,9 +168,31 @@ def open_folder() -> Iterator[Path]:
 
 
 class RuntimeChecks:
-    """How a check gets its runtime and its sandbox; ``factory`` is ``module:callable``."""
+    """How a check gets its runtime and its sandbox; ``factory`` is ``module:callable``, ``many`` how many
+    sandboxes at once are asked of it."""
 
     factory: ClassVar[str] = ""
+    many: ClassVar[int] = 50
+
+    def image_reference(self) -> str:
+        """What the checks' sandboxes start from."""
+        return "host"
+
+    def spec(
+        self,
+        *,
+        files: dict[str, bytes] | None = None,
+        env: dict[str, str] | None = None,
+        limits: SandboxLimits | None = None,
+        mounts: dict[str, str] | None = None,
+    ) -> SandboxSpec:
+        return SandboxSpec(
+            image=self.image_reference(),
+            files=files or {},
+            env=env or {},
+            limits=limits or SandboxLimits(),
+            mounts=mounts or {},
+        )
 
     def make(self, data_dir: Path) -> Runtime:
         return load_runtime(self.factory, data_dir)
@@ -196,9 +218,16 @@ class RuntimeChecks:
             await runtime.close()
 
     @asynccontextmanager
+    async def able(self, data_dir: Path, ability: Ability) -> AsyncIterator[Runtime]:
+        async with self.runtime(data_dir) as runtime:
+            if ability not in runtime.report().can:
+                self.skip(f"{runtime.name} has no {ability}, and says so")
+            yield runtime
+
+    @asynccontextmanager
     async def sandbox(self, data_dir: Path, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
         async with self.runtime(data_dir) as runtime:
-            yield await runtime.create(spec or SandboxSpec(), owner=OWNER, ttl_s=TTL_S)
+            yield await runtime.create(spec or self.spec(), owner=OWNER, ttl_s=TTL_S)
 
     async def needs_bash(self, box: Sandbox) -> None:
         """To open a connection without a program of its own."""
@@ -211,7 +240,7 @@ class RuntimeChecks:
         async with self.runtime(data_dir) as runtime:
             if not runtime.report().isolated:
                 self.skip(f"{runtime.name} does not isolate, and says so")
-            yield await runtime.create(spec or SandboxSpec(), owner=OWNER, ttl_s=TTL_S)
+            yield await runtime.create(spec or self.spec(), owner=OWNER, ttl_s=TTL_S)
 
     @asynccontextmanager
     async def limited(self, data_dir: Path, limit: str, limits: SandboxLimits) -> AsyncIterator[Sandbox]:
@@ -219,4 +248,4 @@ class RuntimeChecks:
             report = runtime.report()
             if limit not in (*report.enforces, *report.per_process):
                 self.skip(f"{runtime.name} does not enforce {limit}, and says so")
-            yield await runtime.create(SandboxSpec(limits=limits), owner=OWNER, ttl_s=TTL_S)
+            yield await runtime.create(self.spec(limits=limits), owner=OWNER, ttl_s=TTL_S)

@@ -26,10 +26,12 @@ OPERATION = "backend.generate"
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What the policy says: ids with the stop token at the end."""
+    """What the policy says: ids with the stop token at the end. ``latency_s``: the time of the whole of it,
+    where it is not the engine's."""
 
     token_ids: tuple[int, ...]
     finish_reason: Literal["stop", "length"] = "stop"
+    latency_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +147,7 @@ class ScriptedEngine:
         logprobs_mode: Literal["processed", "raw"] = "processed",
     ) -> None:
         self.script = script or random_reply()
+        self.adapters: dict[str, str] = {}
         self.model = model
         self.context_tokens = context_tokens
         self.latency_s = latency_s
@@ -171,7 +174,7 @@ class ScriptedEngine:
 
     def check(self, model: str | None, prompt_ids: list[int]) -> None:
         """Raises ``InvalidInput`` for another model, ``ContextTooLong``."""
-        if model is not None and model != self.model:
+        if model is not None and model != self.model and model not in self.adapters:
             raise InvalidInput(f"the model {model!r} does not exist; served: {self.model!r}", field="model")
         if len(prompt_ids) >= self.context_tokens:
             raise ContextTooLong(
@@ -192,7 +195,7 @@ class ScriptedEngine:
 
     async def run(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         """Raises ``FaultHit``. Leaving early counts as an abort."""
-        self.check(request.model, request.token_ids)
+        self.check(request.model, list(request.token_ids))
         self.seen.append(request)
         self.started += 1
         stopped = self.running[request.request_id] = asyncio.Event()
@@ -235,9 +238,10 @@ class ScriptedEngine:
 
     def _reply(self, request: GenerateRequest) -> tuple[list[int], Literal["stop", "length"], float]:
         """What to say of the scripted reply, and the seconds a token takes."""
-        reply, sampling = self.script(request.token_ids), request.sampling
+        reply, sampling = self.script(list(request.token_ids)), request.sampling
         ids, reason = list(reply.token_ids), reply.finish_reason
-        token_s = self.latency_s / max(len(ids), 1)
+        latency_s = self.latency_s if reply.latency_s is None else reply.latency_s
+        token_s = latency_s / max(len(ids), 1)
         stops = [ids.index(stop) + 1 for stop in sampling.stop_token_ids if stop in ids]
         if stops:
             ids, reason = ids[: min(stops)], "stop"
@@ -337,7 +341,9 @@ class ScriptedBackend:
         try:
             async with aclosing(self.engine.run(request)) as chunks:
                 async for chunk in chunks:
-                    if assembly.add(piece_of(chunk, len(assembly)), on_tokens):
+                    before = len(assembly)
+                    assembly.add(piece_of(chunk, before))
+                    if on_tokens is not None and assembly.hand_over(on_tokens, before):
                         return assembly.aborted()
         except FaultHit as hit:
             raise self._error(hit.fault) from hit

@@ -26,6 +26,7 @@ class Generate(msgspec.Struct, frozen=True):
     request_id: str = ""
     model: str | None = None
     stream: bool = False
+    cache_salt: str | None = None
 
 
 class Complete(Sampling, frozen=True, kw_only=True):
@@ -41,6 +42,11 @@ class Ids(msgspec.Struct, frozen=True):
 
 class Label(msgspec.Struct, frozen=True):
     new_version: str
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    lora_name: str
+    lora_path: str = ""
 
 
 Encode = Callable[[list[Chunk], str, str, list[int] | None], bytes]

@@ -21,8 +21,10 @@ from rollserve.gateway.rendering import Rendering
 from rollserve.gateway.streaming import AnswerText, LetOut
 from rollserve.gateway.tokens import load_tokenizer
 from rollserve.records.call import Message, SamplingParams, ToolCall
+from rollserve.records.image import Image, split_at_images
 from rollserve.records.policy import RendererSpec
 from rollserve.testing.scripted import Chunk, ScriptedEngine
+from rollserve.testing.scripted_images import MARK, Part, expanded, read_parts
 from rollserve.testing.scripted_server import Receive, Scope, ScriptedApp, Send, answer
 
 Form = Literal["vllm", "sglang", "llama.cpp", "text"]
@@ -46,7 +48,7 @@ class _Call(msgspec.Struct, frozen=True):
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["system", "user", "assistant", "tool"]
-    content: str = ""
+    content: str | tuple[Part, ...] = ""
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -60,9 +62,10 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 msgspec.json.decode(call.function.arguments)
             except msgspec.DecodeError as error:
                 raise InvalidInput(f"arguments are no JSON: {error}", field="messages") from error
+        text, images = self.seen()
         return Message(
             role=self.role,
-            content=self.content,
+            content=MARK.join(split_at_images(text, images)),
             reasoning=self.reasoning or self.reasoning_content,
             tool_calls=tuple(
                 ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
@@ -71,6 +74,10 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             tool_call_id=self.tool_call_id,
             name=self.name,
         )
+
+    def seen(self) -> tuple[str, tuple[Image, ...]]:
+        """Its text, and the images in it."""
+        return (self.content, ()) if isinstance(self.content, str) else read_parts(self.content)
 
 
 class ChatAsked(msgspec.Struct, frozen=True):
@@ -99,12 +106,14 @@ class _Apply(msgspec.Struct, frozen=True):
 
 
 class ChatApp(ScriptedApp):
-    """``asked`` are the requests so far. ``takes_tools`` False is a server without a tool parser."""
+    """``asked`` are the requests so far. ``takes_tools`` False is a server without a tool parser,
+    ``takes_images`` one whose model sees."""
 
     def __init__(self, engine: ScriptedEngine, form: Form = "vllm") -> None:
         super().__init__(engine)
         self.form = form
         self.takes_tools = True
+        self.takes_images = False
         self.asked: list[ChatAsked] = []
         self.rendering = Rendering(RendererSpec(), load_tokenizer("tiny"), "strip")
         self._ids = itertools.count()
@@ -123,7 +132,7 @@ class ChatApp(ScriptedApp):
         self.asked.append(asked)
         if asked.tools and not self.takes_tools:
             raise InvalidInput('"auto" tool choice requires --enable-auto-tool-choice', field="tools")
-        prompt = self.rendering.render([message.ours() for message in asked.messages], asked.tools)
+        prompt = self._prompt(asked)
         request = GenerateRequest(
             request_id=f"chatcmpl-{next(self._ids)}",
             model=asked.model,
@@ -139,6 +148,13 @@ class ChatApp(ScriptedApp):
         )
         encode = _Encode(self.form, asked, prompt, self.rendering)
         await self._run(request, asked.stream, encode, receive, send)
+
+    def _prompt(self, asked: ChatAsked) -> list[int]:
+        images = [image for message in asked.messages for image in message.seen()[1]]
+        if images and not self.takes_images:
+            raise InvalidInput("At most 0 image(s) may be provided in one prompt.", field="messages")
+        ids = self.rendering.render([message.ours() for message in asked.messages], asked.tools)
+        return expanded(ids, images, self.rendering.tokenizer) if images else ids
 
     def _refuse_unknown(self, body: dict[str, Any]) -> None:
         for name in body:

@@ -57,7 +57,6 @@ Scope = MutableMapping[str, Any]
 
 _JSON = [(b"content-type", b"application/json")]
 _SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
-_GONE = 499
 
 
 class Turns:
@@ -159,7 +158,8 @@ class ScriptedApp:
             self.engine.check(asked.model, prompt)
             await send_body(send, 200, encode_scored(prompt, self.engine.score(prompt), self.engine.model))
             return
-        request = self._request(asked.request_id, asked.model, prompt, asked.sampling_params)
+        salt = asked.cache_salt or ""
+        request = self._request(asked.request_id, asked.model, prompt, asked.sampling_params, salt)
         encode = encode_stream if asked.stream else encode_whole
         await self._run(request, asked.stream, encode, receive, send)
 
@@ -239,7 +239,7 @@ class ScriptedApp:
     # ── both
 
     def _request(
-        self, request_id: str, model: str | None, prompt: list[int], sampling: Sampling
+        self, request_id: str, model: str | None, prompt: list[int], sampling: Sampling, salt: str = ""
     ) -> GenerateRequest:
         return GenerateRequest(
             request_id=request_id,
@@ -253,6 +253,7 @@ class ScriptedApp:
                 seed=sampling.seed,
                 stop_token_ids=sampling.stop_token_ids,
             ),
+            cache_salt=salt,
         )
 
     async def _run(
@@ -278,7 +279,7 @@ class ScriptedApp:
                 async for chunk in produced:
                     chunks.append(chunk)
                     if stream:
-                        prompt = None if sent else request.token_ids
+                        prompt = None if sent else list(request.token_ids)
                         event = encode(chunks, request.request_id, model, prompt)
                         await _send_event(send, event, first=not sent)
                         sent += 1
@@ -290,7 +291,7 @@ class ScriptedApp:
             await _send_event(send, b"[DONE]", first=False)
             await send({"type": "http.response.body", "body": b""})
         else:
-            await send_body(send, 200, encode(chunks, request.request_id, model, request.token_ids))
+            await send_body(send, 200, encode(chunks, request.request_id, model, list(request.token_ids)))
 
     # ── control
 
@@ -326,7 +327,11 @@ class ScriptedApp:
 
     async def _models(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         model = {"id": self.engine.model, "object": "model", "max_model_len": self.engine.context_tokens}
-        await answer(send, 200, {"object": "list", "data": [model]})
+        adapters = [
+            {"id": name, "object": "model", "root": path, "parent": self.engine.model}
+            for name, path in self.engine.adapters.items()
+        ]
+        await answer(send, 200, {"object": "list", "data": [model, *adapters]})
 
     async def _health(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         unhealthy = self.engine.unhealthy

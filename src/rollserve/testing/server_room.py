@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from rollserve.backend.base import Backend
 from rollserve.backend.control import Control
+from rollserve.build.callbacks import CallbackPoster
 from rollserve.config import Settings
 from rollserve.gateway.samples import build_samples
 from rollserve.records.control import GroupRule
@@ -30,9 +31,11 @@ from rollserve.testing.fakes_server import (
     FakeControls,
     FakeExecutor,
     FakePayloads,
-    check_filter,
+    check_function,
     check_task,
+    check_tokenizer,
     keeps,
+    next_tasks,
     open_backend,
     probe_backend,
     probe_template,
@@ -40,7 +43,7 @@ from rollserve.testing.fakes_server import (
 from rollserve.wire import GroupBody
 
 OpenBackend = Callable[[BackendSpec, str], Backend]
-OpenControl = Callable[[BackendSpec, str | None], Control]
+OpenControl = Callable[[BackendSpec, str | None, str | None], Control]
 
 
 @dataclass
@@ -52,9 +55,9 @@ class Room:
     payloads: FakePayloads
     core: Coordinator
 
-    async def run(self, **settings: Any) -> Run:
+    async def run(self, *, callback_secret: str | None = None, **settings: Any) -> Run:
         await self.core.policies.create(PolicySpec(name="pol", model="m", tokenizer="tiny"))
-        return await self.core.runs.open(RunSpec(policy="pol", **settings))
+        return await self.core.runs.open(RunSpec(policy="pol", **settings), callback_secret=callback_secret)
 
     async def submit(
         self,
@@ -139,26 +142,32 @@ async def a_room(
         shutil.copyfile(empty, database)
     store = SqlStore(f"sqlite:///{database}", clock=clock.now)
     payloads = payloads or FakePayloads()
+    settings = settings or Settings(data_dir=path)
+    poster = CallbackPoster(settings.delivery.callback_networks)
     ports = Ports(
         store=store,
         payloads=payloads,
         executor=executor,
-        settings=settings or Settings(data_dir=path),
+        settings=settings,
         check_task=check_task,
         probe_backend=probe_backend,
         open_backend=open_backend,
         open_control=controls or FakeControls(),
+        check_tokenizer=check_tokenizer,
         probe_template=probe_template,
         build_samples=build_samples,
         open_tasks=partial(open_task_file, path),
-        check_filter=check_filter,
+        check_function=check_function,
         keeps=keeps,
+        next_tasks=next_tasks,
+        poster=poster,
         clock=clock,
         jitter=lambda: 1.0,
     )
     async with AsyncExitStack() as stack:
         await store.open()
         stack.push_async_callback(store.close)
+        stack.push_async_callback(poster.close)
         core = Coordinator(ports)
         await core.start()
         stack.push_async_callback(core.stop, 0.0)

@@ -22,7 +22,6 @@ from rollserve.errors import (
     QueueFull,
     VersionRegression,
 )
-from rollserve.records.event import Event
 from rollserve.records.policy import (
     Backend,
     BackendInfo,
@@ -35,6 +34,7 @@ from rollserve.records.policy import (
 from rollserve.records.rollout import GroupState, RolloutState
 from rollserve.records.run import RunState
 from rollserve.store.base import Finished, Store
+from rollserve.testing.store_conformance_callbacks import Calling
 from rollserve.testing.store_conformance_control import Controlling
 from rollserve.testing.store_conformance_updates import Updating
 from rollserve.testing.store_conformance_work import Delivering, Scheduling
@@ -149,6 +149,12 @@ class KeysPoliciesRuns(NeedsStore):
         third = await store.list_runs(limit=2, cursor=second.next)
         assert [*first.items, *second.items, *third.items] == runs
         assert third.next is None
+        last = await store.list_runs(newest=True, limit=3)
+        first = await store.list_runs(newest=True, limit=3, cursor=last.next)
+        assert [*last.items, *first.items] == runs[::-1]
+        assert first.next is None
+        paused = [await store.set_run_state(runs[n].id, RunState.PAUSED) for n in (1, 3)]
+        assert (await store.list_runs(state=RunState.PAUSED)).items == paused
         with pytest.raises(InvalidInput):
             await store.list_runs(cursor="x")
         with pytest.raises(NotFound):
@@ -322,10 +328,15 @@ class Telling(NeedsStore):
     async def test_events(self, store: Store) -> None:
         run = await open_run(store)
         before = (await store.list_events(after=0))[-1].seq
-        told = Event(seq=0, at=NOW, type="worker.lost", run_id=run.id, data={"n": [1]})
-        await store.append_events([told, told.model_copy(update={"run_id": None})])
+        await store.set_run_state(run.id, RunState.PAUSED)
+        await store.set_policy_paused(run.spec.policy, True)
         first, second = await store.list_events(after=before)
-        assert first == told.model_copy(update={"seq": first.seq})
+        assert (first.type, first.run_id, second.type, second.run_id) == (
+            "run.paused",
+            run.id,
+            "policy.paused",
+            None,
+        )
         assert first.seq > before
         assert second.seq > first.seq
         assert await store.list_events(after=before, run_id=run.id) == [first]
@@ -354,5 +365,7 @@ class Telling(NeedsStore):
         assert abs(group.created_at - time.time()) < 600
 
 
-class StoreConformance(KeysPoliciesRuns, Submitting, Scheduling, Delivering, Controlling, Telling, Updating):
+class StoreConformance(
+    KeysPoliciesRuns, Submitting, Scheduling, Delivering, Controlling, Telling, Updating, Calling
+):
     """All of it."""

@@ -37,9 +37,12 @@ class Batch:
 def pad_batch(
     samples: Sequence[Sample], advantages: Sequence[float], *, pad_id: int = 0, device: str = "cpu"
 ) -> Batch:
-    """Raises ``ValueError`` on a sample that is not exact: it has no loss mask to train on."""
+    """Raises ``ValueError`` on a sample that is not exact: it has no loss mask to train on; and on one whose
+    model saw images: a batch is ids alone."""
     if any(not sample.exact for sample in samples):
         raise ValueError("a text-only sample can't be trained token by token")
+    if any(sample.images for sample in samples):
+        raise ValueError("a sample with images can't be trained by its ids alone")
     length = max(len(sample.ids) for sample in samples)
 
     def padded(name: str, fill: float, dtype: type) -> torch.Tensor:

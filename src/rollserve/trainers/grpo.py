@@ -155,7 +155,8 @@ class GRPOTrainer:
         )
 
     def _learnable(self, groups: Sequence[GradedGroup]) -> tuple[list[Sample], list[float], int]:
-        """Exact samples of graded rollouts in groups whose rewards differ, with their advantages."""
+        """Exact samples of graded rollouts in groups whose rewards differ, with their advantages. Left
+        out are samples whose model saw images (this trainer reads ids alone), and another policy's."""
         samples: list[Sample] = []
         advantages: list[float] = []
         skipped = 0
@@ -166,7 +167,9 @@ class GRPOTrainer:
                 continue
             for sample in group.samples:
                 value = values[sample.rollout_index]
-                if sample.exact and value is not None and sample.loss_mask.any():
+                ours = sample.exact and not sample.images and not sample.policy
+                trained = ours and sample.loss_mask.any()
+                if trained and value is not None:
                     samples.append(sample)
                     advantages.append(value)
         return samples, advantages, skipped

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from rollserve.errors import InvalidInput
-from rollserve.usercode.schema import nearest
+from rollserve.usercode.schema import name_hint
 
 _ENTRY = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?\s*:\s*(.+)$")
 
@@ -68,7 +68,7 @@ def bind(model: type[BaseModel], arguments: Mapping[str, Any]) -> dict[str, Any]
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             known = [info.alias or name for name, info in model.model_fields.items()]
-            raise InvalidInput("unknown argument", field=where, hint=nearest(where, known)) from None
+            raise InvalidInput("unknown argument", field=where, hint=name_hint(where, known)) from None
         raise InvalidInput(first["msg"], field=where) from None
     bound = {
         info.alias or name: getattr(values, name)

@@ -122,6 +122,7 @@ _REBUILT: dict[str, type[RollserveError]] = {
         errors.ContextTooLong,
         errors.SessionClosed,
         errors.NotFound,
+        errors.Conflict,
         errors.TooLarge,
         errors.QueueFull,
         errors.Unavailable,

@@ -9,11 +9,10 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
-from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
-from rollserve.errors import InvalidInput
+from rollserve.errors import InvalidInput, listed, nearest
 from rollserve.usercode.arguments import argument_model, parameters_schema, summary
 from rollserve.usercode.base import CodeFault, CodeInfo, Ending, Role
 from rollserve.usercode.child import headline, tail
@@ -33,7 +32,7 @@ def load_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            hint = "it must be installed, or lie in the settings' code_dir"
+            hint = "it must be installed where rollserve is, or lie in the folder that --code-dir names"
             raise InvalidInput(f"no module named {error.name!r}", hint=hint) from None
         raise CodeFault(
             f"importing {name!r} failed: {error}", ending=Ending.RAISED, trace=tail(error)
@@ -54,9 +53,7 @@ def load(path: str) -> Any:
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [name for name in dir(found) if not name.startswith("_")]
-            near = get_close_matches(part, public, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else None
-            raise InvalidInput(f"{where} has no {part!r}", hint=hint)
+            raise InvalidInput(f"{where} has no {part!r}", hint=nearest(part, public) or listed(public))
         found = getattr(found, part)
         where = repr(part)
     return found

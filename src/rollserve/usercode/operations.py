@@ -20,7 +20,14 @@ from rollserve.usercode.arguments import argument_model, bind
 from rollserve.usercode.base import CodeFault, CodeInfo, Ending, Role
 from rollserve.usercode.child import Host, Operations
 from rollserve.usercode.loading import describe, given_first, load, load_module, split
-from rollserve.usercode.proxies import BlockingSandbox, HostedModel, HostedSandbox, HostedToolbox
+from rollserve.usercode.proxies import (
+    AgentsSandbox,
+    BlockingModel,
+    BlockingSandbox,
+    HostedModel,
+    HostedSandbox,
+    HostedToolbox,
+)
 
 T = TypeVar("T")
 
@@ -43,9 +50,21 @@ def _run(host: Host, function: Callable[..., Any], *args: Any, **kwargs: Any) ->
 def _sandbox(host: Host, function: Callable[..., Any], sandbox_id: str | None) -> Any:
     if sandbox_id is None:
         return None
-    call = function if inspect.isroutine(function) else type(function).__call__
-    proxy = HostedSandbox if inspect.iscoroutinefunction(call) else BlockingSandbox
+    proxy = HostedSandbox if _is_async(function) else BlockingSandbox
     return proxy(host.channel, sandbox_id)
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    call = function if inspect.isroutine(function) else type(function).__call__
+    return inspect.iscoroutinefunction(call)
+
+
+def _model(host: Host, function: Callable[..., Any]) -> Any:
+    return HostedModel(host.channel) if _is_async(function) else BlockingModel(host.channel)
+
+
+def _agents_sandbox(host: Host, sandbox_id: str | None) -> Any:
+    return None if sandbox_id is None else AgentsSandbox(host.channel, sandbox_id)
 
 
 def _grade(path: str, value: object) -> Grade:
@@ -129,6 +148,7 @@ class UserCode:
             log=host.channel.note,
             base_url=order.base_url,
             api_key=order.api_key,
+            sandbox=_agents_sandbox(host, order.sandbox_id),
         )
         result = _run(host, agent.run, episode)
         if isinstance(result, AgentResult):
@@ -149,6 +169,7 @@ class UserCode:
             call_ids=order.call_ids,
             log=host.channel.note,
             sandbox=_sandbox(host, function, order.sandbox_id),
+            model=_model(host, function) if order.has_model else None,
         )
         return _grade(order.path, _run(host, function, grading, **options))
 

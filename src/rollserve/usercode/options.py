@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rollserve.errors import InvalidInput
-from rollserve.usercode.schema import faults, nearest
+from rollserve.usercode.schema import faults, name_hint
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -21,7 +21,7 @@ def parse_options(model: type[M], options: Mapping[str, Any], *, field: str) -> 
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            hint = nearest(where, model.model_fields)
+            hint = name_hint(where, model.model_fields)
             raise InvalidInput("unknown option", field=f"{field}.{where}", hint=hint) from None
         raise InvalidInput(first["msg"], field=f"{field}.{where}" if where else field) from None
 

@@ -1,7 +1,8 @@
 """The parameters of what worker and host ask of each other, one struct per operation.
 
 Worker → host: ``describe``, ``agent``, ``grade``, ``tool``, ``function``. Host → worker: ``chat``,
-``tool`` (of an agent), ``sandbox.exec``, ``sandbox.read_file``, ``sandbox.write_file``. What models
+``tool`` (of an agent), ``sandbox.exec``, ``sandbox.read_file``, ``sandbox.write_file``, and of an agent
+``sandbox.snapshot``, ``sandbox.fork``, ``sandbox.forward``, ``sandbox.close``. What models
 and users wrote crosses as JSON text: msgpack can't hold an integer past 64 bits.
 """
 
@@ -26,6 +27,7 @@ class RunAgent(msgspec.Struct, frozen=True, kw_only=True):
     options_json: bytes
     task_json: bytes
     schemas: list[dict[str, Any]]
+    sandbox_id: str | None
     base_url: str
     api_key: str
 
@@ -38,6 +40,7 @@ class RunGrader(msgspec.Struct, frozen=True, kw_only=True):
     conversation: tuple[Message, ...]
     call_ids: tuple[str, ...]
     sandbox_id: str | None
+    has_model: bool = False
 
 
 class RunTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +64,7 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     max_tokens: int | None = None
+    model: str | None = None
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -69,16 +73,35 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Exec(msgspec.Struct, frozen=True):
+    sandbox_id: str
     command: str
     timeout_s: float
     output_limit_bytes: int
 
 
 class ReadFile(msgspec.Struct, frozen=True):
+    sandbox_id: str
     path: str
     limit_bytes: int
 
 
 class WriteFile(msgspec.Struct, frozen=True):
+    sandbox_id: str
     path: str
     data: bytes
+
+
+class OfSandbox(msgspec.Struct, frozen=True):
+    """To keep a sandbox, or to close one."""
+
+    sandbox_id: str
+
+
+class Fork(msgspec.Struct, frozen=True):
+    snapshot: str
+
+
+class ForwardPort(msgspec.Struct, frozen=True):
+    sandbox_id: str
+    port: int
+    tcp: bool

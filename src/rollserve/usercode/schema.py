@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, NamedTuple
+
+from rollserve.errors import listed, nearest
 
 MAX_DEPTH = 32
 MAX_FAULTS = 8
@@ -38,10 +39,10 @@ class Fault(NamedTuple):
         return f"{where} {self.message} ({self.hint})" if self.hint else f"{where} {self.message}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def name_hint(name: str, known: Iterable[str]) -> str:
+    """The nearest, or which there are."""
     names = list(known)
-    near = get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names) or 'none'}"
+    return nearest(name, names) or listed(names)
 
 
 def json_type(value: object) -> str:
@@ -129,7 +130,7 @@ class _Check:
         enum = schema.get("enum")
         if isinstance(enum, list) and value not in enum:
             names = [each for each in enum if isinstance(each, str)]
-            hint = nearest(value, names) if isinstance(value, str) and names else None
+            hint = name_hint(value, names) if isinstance(value, str) and names else None
             return [Fault(field, f"must be one of {json.dumps(enum)}", hint)]
         if "const" in schema and value != schema["const"]:
             return [Fault(field, f"must be {json.dumps(schema['const'])}")]
@@ -160,7 +161,7 @@ class _Check:
         found: list[Fault] = []
         for name, each in value.items():
             if name not in properties and rest is False:
-                found.append(Fault(_joined(field, name), "is not known", nearest(name, properties)))
+                found.append(Fault(_joined(field, name), "is not known", name_hint(name, properties)))
             else:
                 found += self.faults(properties.get(name, rest), each, _joined(field, name), depth + 1)
         required = schema.get("required")

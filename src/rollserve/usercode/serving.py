@@ -1,12 +1,15 @@
-"""The worker's answers to what hosted code asks of its sandbox."""
+"""The worker's answers to what hosted code asks of its sandbox and model."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
+from rollserve.agent.base import ModelClient
 from rollserve.errors import InvalidInput, NotFound, SandboxError
+from rollserve.records.call import Message
 from rollserve.sandbox.base import ExecResult, Sandbox
 from rollserve.usercode import params
 from rollserve.usercode.base import Handlers
@@ -14,6 +17,15 @@ from rollserve.usercode.base import Handlers
 T = TypeVar("T")
 
 PROBE_S = 10.0
+
+
+class _Chat(msgspec.Struct, frozen=True, kw_only=True):
+    """``params.Chat``, with tools as this side reads them."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    max_tokens: int | None = None
+    model: str | None = None
 
 
 def decode(data: bytes, kind: type[T]) -> T:
@@ -24,18 +36,36 @@ def decode(data: bytes, kind: type[T]) -> T:
         raise InvalidInput(str(error)) from error
 
 
+def model_handlers(model: ModelClient) -> Handlers:
+    """For code that asks a model."""
+
+    async def chat(data: bytes) -> object:
+        order = decode(data, _Chat)
+        return await model.chat(
+            order.messages, tools=order.tools, max_tokens=order.max_tokens, model=order.model
+        )
+
+    return {"chat": chat}
+
+
 def sandbox_handlers(sandbox: Sandbox) -> Handlers:
+    """For code that has one sandbox, whatever it calls it."""
+    return handlers_over(lambda name: sandbox)
+
+
+def handlers_over(find: Callable[[str], Sandbox]) -> Handlers:
     """A path that can't be read or written is the calling code's affair (``NotFound``); a sandbox
     that is gone is not (``SandboxError``), and the two look alike until one asks."""
 
     async def run(data: bytes) -> ExecResult:
         order = decode(data, params.Exec)
-        return await sandbox.exec(
+        return await find(order.sandbox_id).exec(
             order.command, timeout_s=order.timeout_s, output_limit_bytes=order.output_limit_bytes
         )
 
     async def read(data: bytes) -> bytes:
         order = decode(data, params.ReadFile)
+        sandbox = find(order.sandbox_id)
         try:
             return await sandbox.read_file(order.path, limit_bytes=order.limit_bytes)
         except SandboxError as error:
@@ -44,6 +74,7 @@ def sandbox_handlers(sandbox: Sandbox) -> Handlers:
 
     async def write(data: bytes) -> None:
         order = decode(data, params.WriteFile)
+        sandbox = find(order.sandbox_id)
         try:
             await sandbox.write_file(order.path, order.data)
         except SandboxError as error:

@@ -6,6 +6,8 @@ without a person, and how it is installed. Every fact was taken from a run of th
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -103,22 +105,38 @@ def wire_of(harness: Harness, dialect: Dialect | None) -> Wire:
     return harness.wires[dialect]
 
 
+def is_installed(harness: Harness, folder: HostPath) -> bool:
+    """In the folder of harnesses of this machine."""
+    return (folder / harness.folder / "bin" / harness.program).exists()
+
+
 def mounts_of(harness: Harness, options: HarnessOptions, folder: HostPath | None) -> dict[str, str]:
     """``folder`` holds the installed harnesses. Raises ``InvalidInput`` where one is wanted and is not
     there."""
-    place = None if folder is None else folder / harness.folder
-    if options.provide != "image" and place is not None and (place / "bin" / harness.program).exists():
-        return {MOUNT: str(place)}
+    if options.provide != "image" and folder is not None and is_installed(harness, folder):
+        return {MOUNT: str(folder / harness.folder)}
     if options.provide == "mount":
         raise InvalidInput(
             f"{harness.folder} is not installed on this machine",
             field="agent.options.provide",
-            hint=f"./scripts/harnesses --into FOLDER {harness.name}; workers.harness_dir is FOLDER then",
+            hint=remedy_of(harness, folder),
         )
     return {}
 
 
-def program_of(harness: Harness, options: HarnessOptions) -> Program:
+def remedy_of(harness: Harness, folder: HostPath | None) -> str:
+    """How the harness comes into sandboxes."""
+    into = "FOLDER" if folder is None else shlex.quote(str(folder))
+    then = " (workers.harness_dir names FOLDER)" if folder is None else ""
+    command = f"{shlex.quote(sys.executable)} -m rollserve.agent.harness.install --into {into} {harness.name}"
+    return (
+        f"`{command}` puts it where sandboxes of the runtime bubblewrap see it{then}; "
+        f"or put {harness.program!r} on the image's PATH"
+    )
+
+
+def program_of(harness: Harness, options: HarnessOptions, folder: HostPath | None = None) -> Program:
+    """``folder`` is named where the program is not found."""
     wire = wire_of(harness, options.dialect)
     command = f"{wire.command} {options.arguments}" if options.arguments else wire.command
     return Program(
@@ -128,6 +146,7 @@ def program_of(harness: Harness, options: HarnessOptions) -> Program:
         values=values_of(options.model, options.context_tokens, options.max_tokens),
         path=(f"{MOUNT}/bin",),
         needs=(harness.program,),
+        remedy=remedy_of(harness, folder),
         answer_file=options.answer_file,
         report=harness.report,
         ends=harness.ends,

@@ -3,7 +3,7 @@ needs a person; without ``-m`` it asks another model first which one to use."""
 
 from rollserve.agent.harness.base import Dialect, Harness, Install, Wire
 
-_SETTINGS = (
+SETTINGS = (
     '{"security": {"auth": {"selectedType": "gemini-api-key"}}, '
     '"privacy": {"usageStatisticsEnabled": false}, "general": {"enableAutoUpdate": false}}'
 )
@@ -21,7 +21,7 @@ GEMINI_CLI = Harness(
         Dialect.GENERATE_CONTENT: Wire(
             command="gemini --yolo --skip-trust -m {model} -p {instruction}",
             env={"GEMINI_API_KEY": "{api_key}", "GOOGLE_GEMINI_BASE_URL": "{session_url}"},
-            files={"~/.gemini/settings.json": _SETTINGS},
+            files={"~/.gemini/settings.json": SETTINGS},
         )
     },
     ends={41: "no way to sign in", 53: "its own limit of turns"},

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from openhands.sdk import LLM, Agent, Conversation, Tool
+from openhands.sdk.context.condenser import default_condenser
 from openhands.tools.file_editor import FileEditorTool
 from openhands.tools.terminal import TerminalTool
 
@@ -16,8 +17,14 @@ llm = LLM(
     base_url=os.environ["OPENHANDS_BASE_URL"],
     api_key=os.environ["OPENHANDS_API_KEY"],
     usage_id="agent",
+    max_input_tokens=int(os.environ["OPENHANDS_CONTEXT_TOKENS"]),
+    max_output_tokens=int(os.environ["OPENHANDS_MAX_TOKENS"]),
 )
-agent = Agent(llm=llm, tools=[Tool(name=TerminalTool.name), Tool(name=FileEditorTool.name)])
+agent = Agent(
+    llm=llm,
+    tools=[Tool(name=TerminalTool.name), Tool(name=FileEditorTool.name)],
+    condenser=default_condenser(llm.model_copy(update={"usage_id": "condenser"})),
+)
 conversation = Conversation(agent=agent, workspace=os.getcwd(), visualizer=None)
 conversation.send_message(Path(os.environ["OPENHANDS_INSTRUCTION"]).read_text())
 conversation.run()
@@ -32,6 +39,8 @@ def _wire(provider: str, base_url: str) -> Wire:
             "OPENHANDS_BASE_URL": base_url,
             "OPENHANDS_API_KEY": "{api_key}",
             "OPENHANDS_INSTRUCTION": "{instruction_file}",
+            "OPENHANDS_CONTEXT_TOKENS": "{context_tokens}",
+            "OPENHANDS_MAX_TOKENS": "{max_tokens}",
         },
         files={"~/run_openhands.py": _SCRIPT},
     )
@@ -48,5 +57,10 @@ OPENHANDS = Harness(
         Dialect.CHAT: _wire("openai", "{base_url}"),
         Dialect.MESSAGES: _wire("anthropic", "{session_url}"),
     },
-    env={"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENHANDS_SUPPRESS_BANNER": "1", "SHELL": "/bin/bash"},
+    env={
+        "ALLOW_SHORT_CONTEXT_WINDOWS": "true",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "OPENHANDS_SUPPRESS_BANNER": "1",
+        "SHELL": "/bin/bash",
+    },
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollserve.agent.base import Agent, AgentEntry
 from rollserve.agent.command import CommandAgent
-from rollserve.agent.harness.base import Harness, HarnessOptions, mounts_of, program_of
+from rollserve.agent.harness.base import Harness, HarnessOptions, mounts_of, program_of, remedy_of
 from rollserve.agent.harness.claude_code import CLAUDE_CODE
 from rollserve.agent.harness.codex import CODEX
 from rollserve.agent.harness.gemini_cli import GEMINI_CLI
@@ -37,13 +37,24 @@ def harness_entry(harness: Harness, folder: Path | None) -> AgentEntry:
         return parse_options(HarnessOptions, options, field="agent.options")
 
     def make(options: dict[str, Any]) -> Agent:
-        return CommandAgent(program_of(harness, parsed(options)))
+        return CommandAgent(program_of(harness, parsed(options), folder))
 
     def mounts(options: dict[str, Any]) -> dict[str, str]:
         return mounts_of(harness, parsed(options), folder)
+
+    def programs(options: dict[str, Any]) -> tuple[str, ...]:
+        return () if mounts(options) else (harness.program,)
 
     def check(options: dict[str, Any]) -> None:
         make(options)
         mounts(options)
 
-    return AgentEntry(name=harness.name, make=make, check=check, acts_inside=True, mounts=mounts)
+    return AgentEntry(
+        name=harness.name,
+        make=make,
+        check=check,
+        acts_inside=True,
+        mounts=mounts,
+        programs=programs,
+        remedy=remedy_of(harness, folder),
+    )

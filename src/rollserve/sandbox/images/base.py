@@ -18,11 +18,12 @@ OPAQUE = "user.overlay.opaque"
 
 class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``user`` is a number or a name of the image's own ``/etc/passwd``; empty is root. ``workdir`` empty is
-    the sandbox's default."""
+    the sandbox's default. ``keeps_tmp``: its ``/tmp`` is part of it, as a snapshot's is."""
 
     env: dict[str, str] = {}
     workdir: str = ""
     user: str = ""
+    keeps_tmp: bool = False
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):

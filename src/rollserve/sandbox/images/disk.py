@@ -1,15 +1,15 @@
-"""Whole trees of the cache: measured, merged, removed."""
+"""Whole trees of the cache: measured and merged."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from rollserve.sandbox.images.layer import ENTRY_BYTES
 from rollserve.sandbox.images.stack import is_opaque, is_whiteout
+from rollserve.sandbox.removal import remove_tree
 
 
 def settle(root: Path, *, owner: int | None) -> int:
@@ -81,23 +81,3 @@ def _remove_entry(place: Path, info: os.stat_result) -> None:
         remove_tree(place)
     else:
         place.unlink()
-
-
-def remove_tree(folder: Path) -> None:
-    """Whatever modes were set in it, as an overlay's work folder has."""
-    if not os.path.lexists(folder):
-        return
-    try:
-        shutil.rmtree(folder)
-    except PermissionError:
-        _open_up(folder)
-        shutil.rmtree(folder)
-
-
-def _open_up(folder: Path) -> None:
-    waiting = [folder]
-    while waiting:
-        place = waiting.pop()
-        place.chmod(0o700)
-        with os.scandir(place) as entries:
-            waiting += [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]

@@ -56,10 +56,12 @@ class _Once:
 
 
 class ImageShelf:
-    """``bench`` is the runtime's. Call it on one event loop; ``check`` and ``add`` block."""
+    """``bench`` is the runtime's; ``flat`` says that it takes images of one folder only. Call it on one event
+    loop; ``check`` and ``add`` block."""
 
-    def __init__(self, settings: ImageSettings, *, user: int, bench: Bench) -> None:
+    def __init__(self, settings: ImageSettings, *, user: int, bench: Bench, flat: bool = False) -> None:
         self._settings = settings
+        self._flat = flat
         self._bench = bench
         self.store = ImageStore(settings.folder, user=user, max_bytes=settings.max_bytes)
         self._importer = Importer(self.store, settings.access)
@@ -140,7 +142,7 @@ class ImageShelf:
             seconds = self._settings.prepare_s
             image = await prepared(self.store, self._bench, image, steps, timeout_s=seconds, job=job)
             await asyncio.to_thread(self.store.trim)
-        return image
+        return await asyncio.to_thread(self.store.flat, image, job) if self._flat else image
 
     def _made(self, key: _Key, task: asyncio.Task[Image]) -> None:
         del self._making[key]

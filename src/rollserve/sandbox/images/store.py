@@ -30,9 +30,10 @@ import msgspec
 from rollserve.errors import InvalidInput
 from rollserve.sandbox.image import first_barred
 from rollserve.sandbox.images.base import Image, ImageConfig, Job, Layer, bad_image
-from rollserve.sandbox.images.disk import merge, remove_tree, settle
+from rollserve.sandbox.images.disk import merge, settle
 from rollserve.sandbox.images.locks import holding, try_lock
 from rollserve.sandbox.images.stack import Stack
+from rollserve.sandbox.removal import remove_tree
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -210,6 +211,20 @@ class ImageStore:
         self._write(self._image_path(image_id), image)
         return image
 
+    def flat(self, image: Image, job: Job) -> Image:
+        """An image of one folder that shows what ``image`` does. Raises ``SandboxError``."""
+        if len(image.layers) + bool(image.base) <= 1:
+            return image
+        if image.base:
+            raise bad_image(
+                f"prepare steps on {image.source} make no single folder",
+                hint="`rollserve image add` an archive of it, or use bubblewrap",
+            )
+        name = short(f"flat:{image.id}")
+        with self.adding(name, job):
+            layer = self._merged(image.layers, job)
+            return self.keep(name, (layer,), config=image.config, source=image.source, job=job)
+
     def refer(self, key: str, text: str, image: Image) -> None:
         self._write(self._ref_path(key), Ref(key=key, text=text, image_id=image.id))
 
@@ -224,10 +239,19 @@ class ImageStore:
                 hint=f"chmod o+x {barred}, or set images.dir to another place",
             )
 
+    def fit(self, layers: tuple[Layer, ...], *, below: str = "") -> bool:
+        """Whether one overlay can hold so many, each by the folder ``below`` in it."""
+        more = len(below) + _PER_LAYER_BYTES
+        length = sum(len(str(self.folder(layer))) + more for layer in layers)
+        return length <= _OPTION_BYTES
+
     def _fitting(self, layers: tuple[Layer, ...], job: Job) -> tuple[Layer, ...]:
-        length = sum(len(str(self.folder(layer))) + _PER_LAYER_BYTES for layer in layers)
-        if length <= _OPTION_BYTES:
+        if self.fit(layers):
             return layers
+        return (self._merged(layers, job),)
+
+    def _merged(self, layers: tuple[Layer, ...], job: Job) -> Layer:
+        """One layer that shows what ``layers`` do. Only within ``adding``."""
         name = short("merged:" + ":".join(layer.name for layer in layers))
         folders = [self.folder(layer) for layer in layers]
 
@@ -235,7 +259,7 @@ class ImageStore:
             merge(folders, folder, owner=self.owner)
             return sum(layer.size_bytes for layer in layers)
 
-        return (self.layer(name, fill, job),)
+        return self.layer(name, fill, job)
 
     def stored_layer(self, name: str) -> Layer | None:
         name = name[:_NAME_DIGITS]

@@ -8,9 +8,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from rollserve.errors import InvalidInput, NotFound
+from rollserve.errors import InvalidInput
 from rollserve.records.rollout import Rollout, RolloutState, Stop
 from rollserve.store.ops.closing import Ended, end_rollouts, settle
+from rollserve.store.ops.missing import no_such
 from rollserve.store.ops.rollouts import rollout_of
 from rollserve.store.ops.tx import Tx
 from rollserve.store.schema import groups, rollouts, runs
@@ -34,7 +35,7 @@ def cancel_step(
         if value is None:
             continue
         if tx.conn.execute(sa.select(home).where(home == value)).first() is None:
-            raise NotFound(f"no {home.table.name[:-1]} {value!r}")
+            raise no_such(tx.conn, home.table.name[:-1], value)
         wanted.append(column == value)
     if not wanted:
         raise InvalidInput("say which: a rollout, a group or a run")

@@ -18,7 +18,7 @@ from rollserve.errors import FailureKind
 from rollserve.records.control import GroupRule
 from rollserve.records.rollout import Failure, GroupState, Rollout, RolloutState, Stop, move
 from rollserve.store.base import Stopped
-from rollserve.store.ops import bins
+from rollserve.store.ops import bins, outbox
 from rollserve.store.ops.rollouts import rollout_of
 from rollserve.store.ops.tx import Tx, chunked
 from rollserve.store.schema import Fate, Queue, groups, rollouts, run_counts, runs
@@ -266,6 +266,7 @@ def _finish(tx: Tx, run_id: str, rows: Sequence[Any]) -> int:
         groups_undelivered=len(rows),
         groups_good=sum(end["is_good"] for end in ends),
     )
+    outbox.tell_groups(tx, run_id, [row.id for row in rows])
     for row, end in zip(rows, ends, strict=True):
         data = {"state": end["end_state"], "finished_seq": end["place"], "usable": row.usable}
         tx.emit("group.finished", run_id=run_id, group_id=row.id, data=data)

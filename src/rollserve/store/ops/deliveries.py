@@ -13,31 +13,16 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from rollserve.errors import Conflict, InvalidInput, LeaseLost, NotFound, StaleEpoch
+from rollserve.errors import InvalidInput, LeaseLost
 from rollserve.records.base import new_id
-from rollserve.records.delivery import Checkpoint, Lease
+from rollserve.records.delivery import Lease
 from rollserve.records.run import RunState, SourceState
-from rollserve.store.base import Handed, Page
+from rollserve.store.base import Handed
 from rollserve.store.ops import handover
-from rollserve.store.ops import sources as source_ops
-from rollserve.store.ops.pages import page
-from rollserve.store.ops.policies import get_policy, rewind_policy
+from rollserve.store.ops.trainers import known_trainer, places_of, stale_epoch
 from rollserve.store.ops.tx import Tx, to_json
-from rollserve.store.schema import (
-    Handover,
-    checkpoints,
-    deliveries,
-    groups,
-    leases,
-    run_counts,
-    runs,
-    sources,
-    trainers,
-)
+from rollserve.store.schema import Handover, deliveries, groups, leases, run_counts, runs, sources, trainers
 
-_TRAINER = sa.select(trainers).where(
-    trainers.c.run_id == sa.bindparam("of_run"), trainers.c.trainer == sa.bindparam("named")
-)
 _LEASE_AGAIN = (
     sa.update(deliveries)
     .where(
@@ -47,47 +32,6 @@ _LEASE_AGAIN = (
     )
     .values(state=Handover.LEASED.value, lease_id=sa.bindparam("new_lease"))
 )
-
-
-def _run_policy(conn: sa.Connection, run_id: str) -> str:
-    policy = conn.execute(sa.select(runs.c.policy).where(runs.c.id == run_id)).scalar_one_or_none()
-    if policy is None:
-        raise NotFound(f"no run {run_id!r}", field="run_id")
-    return str(policy)
-
-
-def trainer_epoch(conn: sa.Connection, run_id: str, trainer: str) -> int:
-    """0 for a trainer that was never heard of."""
-    row = conn.execute(_TRAINER, {"of_run": run_id, "named": trainer}).one_or_none()
-    if row is None:
-        _run_policy(conn, run_id)
-        return 0
-    return int(row.epoch)
-
-
-def _known_trainer(tx: Tx, run_id: str, trainer: str, epoch: int | None) -> Any:
-    """The trainer's row, made at its first request. Raises ``StaleEpoch``, ``NotFound`` (run)."""
-    wanted = {"of_run": run_id, "named": trainer}
-    row = tx.conn.execute(_TRAINER, wanted).one_or_none()
-    if row is None:
-        _run_policy(tx.conn, run_id)
-        tx.conn.execute(sa.insert(trainers).values(run_id=run_id, trainer=trainer, epoch=0, frontier=0))
-        row = tx.conn.execute(_TRAINER, wanted).one()
-    if epoch is not None and epoch != row.epoch:
-        raise _stale(trainer, epoch, row.epoch)
-    return row
-
-
-def _stale(trainer: str, epoch: int, current: int) -> StaleEpoch:
-    return StaleEpoch(
-        f"trainer {trainer!r} is at epoch {current}, not {epoch}",
-        field="epoch",
-        hint="it was rewound; start again from the checkpoint",
-    )
-
-
-def _of(run_id: str, trainer: str) -> sa.ColumnElement[bool]:
-    return sa.and_(deliveries.c.run_id == run_id, deliveries.c.trainer == trainer)
 
 
 def lease_groups(
@@ -103,7 +47,7 @@ def lease_groups(
 ) -> Lease | None:
     if limit < 1:
         raise InvalidInput("must be 1 or more", field="max_groups")
-    known = _known_trainer(tx, run_id, trainer, epoch)
+    known = known_trainer(tx, run_id, trainer, epoch)
     _give_back_expired(tx, now, leases.c.run_id == run_id, leases.c.trainer == trainer)
     returned, fresh = _next_places(tx, known, limit)
     if not returned and not fresh:
@@ -127,7 +71,7 @@ def _next_places(tx: Tx, known: Any, limit: int) -> tuple[Sequence[Any], Sequenc
     returned = tx.conn.execute(
         sa.select(deliveries.c.finished_seq, deliveries.c.group_id, groups.c.sampled)
         .join_from(deliveries, groups, groups.c.id == deliveries.c.group_id)
-        .where(_of(known.run_id, known.trainer), deliveries.c.state == Handover.RETURNED.value)
+        .where(places_of(known.run_id, known.trainer), deliveries.c.state == Handover.RETURNED.value)
         .order_by(deliveries.c.finished_seq)
         .limit(limit)
     ).all()
@@ -138,6 +82,56 @@ def _next_places(tx: Tx, known: Any, limit: int) -> tuple[Sequence[Any], Sequenc
         .limit(limit - len(returned))
     ).all()
     return returned, fresh
+
+
+def lease_one(
+    tx: Tx, run_id: str, trainer: str, group_id: str, *, ttl_s: float, now: float
+) -> Lease | float | None:
+    """Lease this group of the log, whatever stands before it. A number: until when another lease holds it.
+    None: the trainer has it, or it was passed over as too old."""
+    known = known_trainer(tx, run_id, trainer, None)
+    _give_back_expired(tx, now, leases.c.run_id == run_id, leases.c.trainer == trainer)
+    place = tx.conn.execute(sa.select(groups.c.finished_seq).where(groups.c.id == group_id)).scalar_one()
+    _reach(tx, known, place)
+    row = tx.conn.execute(
+        sa.select(deliveries.c.finished_seq, deliveries.c.state, leases.c.expires_at)
+        .join_from(deliveries, leases, leases.c.id == deliveries.c.lease_id, isouter=True)
+        .where(places_of(run_id, trainer), deliveries.c.finished_seq == place)
+    ).one()
+    if row.state == Handover.LEASED.value:
+        return float(row.expires_at)
+    if row.state != Handover.RETURNED.value:
+        return None
+    lease = Lease(
+        id=new_id("lea"),
+        run_id=run_id,
+        trainer=trainer,
+        epoch=known.epoch,
+        group_ids=[group_id],
+        expires_at=now + ttl_s,
+    )
+    _write_lease(tx, lease, [row], [])
+    return lease
+
+
+def _reach(tx: Tx, known: Any, place: int) -> None:
+    """Places up to ``place`` that the trainer never had stand as given back: none is left out."""
+    if place <= known.frontier:
+        return
+    mine = {"run_id": known.run_id, "trainer": known.trainer}
+    fresh = sa.select(
+        *(sa.literal(value) for value in (*mine.values(), Handover.RETURNED.value)),
+        groups.c.finished_seq,
+        groups.c.id,
+    ).where(
+        groups.c.run_id == known.run_id,
+        groups.c.finished_seq > known.frontier,
+        groups.c.finished_seq <= place,
+    )
+    columns = [*mine, "state", "finished_seq", "group_id"]
+    tx.conn.execute(sa.insert(deliveries).from_select(columns, fresh))
+    of_trainer = sa.and_(trainers.c.run_id == known.run_id, trainers.c.trainer == known.trainer)
+    tx.conn.execute(sa.update(trainers).where(of_trainer).values(frontier=place))
 
 
 def _fitting(rows: Sequence[Any], max_tokens: int | None) -> int:
@@ -202,7 +196,7 @@ def _held(tx: Tx, lease_id: str) -> tuple[Lease, Handover, list[Handed]]:
             f"no lease {lease_id!r}: it was never given, or given back", hint="what it held is leased anew"
         )
     if row.epoch != row.trainer_epoch:
-        raise _stale(row.trainer, row.epoch, row.trainer_epoch)
+        raise stale_epoch(row.trainer, row.epoch, row.trainer_epoch)
     lease = Lease(
         id=row.id,
         run_id=row.run_id,
@@ -283,7 +277,9 @@ def run_over(conn: sa.Connection, run_id: str, trainer: str) -> tuple[str, str] 
     if over is None:
         return None
     states = [Handover.LEASED.value, Handover.RETURNED.value]
-    held = sa.select(deliveries.c.finished_seq).where(_of(run_id, trainer), deliveries.c.state.in_(states))
+    held = sa.select(deliveries.c.finished_seq).where(
+        places_of(run_id, trainer), deliveries.c.state.in_(states)
+    )
     frontier = sa.select(trainers.c.frontier).where(
         trainers.c.run_id == run_id, trainers.c.trainer == trainer
     )
@@ -337,145 +333,3 @@ def _give_back_expired(tx: Tx, now: float, *whose: sa.ColumnElement[bool]) -> in
         data = {"lease_id": row.id, "trainer": row.trainer}
         tx.emit("delivery.expired", run_id=row.run_id, data=data)
     return len(expired)
-
-
-def _checkpoint(row: Any) -> Checkpoint:
-    return Checkpoint(
-        run_id=row.run_id,
-        trainer=row.trainer,
-        name=row.name,
-        seq=row.seq,
-        policy_version=row.policy_version,
-        cursor=row.cursor,
-        source_position=row.source_position,
-        created_at=row.created_at,
-    )
-
-
-def _checkpoints(run_id: str, trainer: str) -> sa.Select[Any]:
-    return sa.select(checkpoints).where(checkpoints.c.run_id == run_id, checkpoints.c.trainer == trainer)
-
-
-def list_checkpoints(
-    conn: sa.Connection, run_id: str, trainer: str, cursor: str | None, limit: int
-) -> Page[Checkpoint]:
-    _run_policy(conn, run_id)
-    query = _checkpoints(run_id, trainer)
-    return page(conn, query, checkpoints.c.seq, _checkpoint, cursor=cursor, limit=limit)
-
-
-def _find_checkpoint(conn: sa.Connection, run_id: str, trainer: str, name: str) -> Checkpoint | None:
-    query = _checkpoints(run_id, trainer).where(checkpoints.c.name == name)
-    row = conn.execute(query).one_or_none()
-    return None if row is None else _checkpoint(row)
-
-
-def _next_checkpoint_seq(conn: sa.Connection, run_id: str, trainer: str) -> int:
-    last = sa.select(sa.func.max(checkpoints.c.seq)).where(
-        checkpoints.c.run_id == run_id, checkpoints.c.trainer == trainer
-    )
-    return (conn.execute(last).scalar_one() or 0) + 1
-
-
-def commit_checkpoint(
-    tx: Tx, run_id: str, trainer: str, epoch: int, *, name: str, cursor: str | None, now: float
-) -> Checkpoint:
-    _known_trainer(tx, run_id, trainer, epoch)
-    acked = sa.and_(_of(run_id, trainer), deliveries.c.state == Handover.ACKED.value)
-    known = _find_checkpoint(tx.conn, run_id, trainer, name)
-    if known is not None:
-        _same_again(tx, known, acked, cursor)
-        return known
-    made = Checkpoint(
-        run_id=run_id,
-        trainer=trainer,
-        name=name,
-        seq=_next_checkpoint_seq(tx.conn, run_id, trainer),
-        policy_version=get_policy(tx.conn, _run_policy(tx.conn, run_id)).version,
-        cursor=cursor,
-        source_position=source_ops.position(tx.conn, run_id),
-        created_at=now,
-    )
-    tx.conn.execute(sa.insert(checkpoints).values(**made.model_dump()))
-    committed = tx.conn.execute(
-        sa.update(deliveries).where(acked).values(state=Handover.COMMITTED.value, checkpoint_seq=made.seq)
-    ).rowcount
-    data = {"trainer": trainer, "name": name, "groups": committed, "version": made.policy_version}
-    tx.emit("checkpoint.committed", run_id=run_id, data=data)
-    return made
-
-
-def _same_again(tx: Tx, known: Checkpoint, acked: sa.ColumnElement[bool], cursor: str | None) -> None:
-    """Raises ``Conflict`` where the same name would stand for something else than it does."""
-    later = sa.and_(_of(known.run_id, known.trainer), deliveries.c.checkpoint_seq > known.seq)
-    query = sa.select(deliveries.c.finished_seq).where(sa.or_(acked, later)).limit(1)
-    if tx.conn.execute(query).first() is not None:
-        raise Conflict(f"checkpoint {known.name!r} exists, and groups were taken since", field="name")
-    if cursor != known.cursor:
-        raise Conflict(f"checkpoint {known.name!r} exists with another cursor", field="cursor")
-
-
-def rewind(tx: Tx, run_id: str, trainer: str, name: str | None) -> tuple[int, Checkpoint | None]:
-    policy = _run_policy(tx.conn, run_id)
-    known = _known_trainer(tx, run_id, trainer, None)
-    target = None if name is None else _find_checkpoint(tx.conn, run_id, trainer, name)
-    if name is not None and target is None:
-        raise NotFound(f"trainer {trainer!r} has no checkpoint {name!r}", field="name")
-    kept = 0 if target is None else target.seq
-    version = 0 if target is None else target.policy_version
-    _give_back_after(tx, run_id, trainer, kept)
-    source_ops.rewind(tx, run_id, target)
-    tx.conn.execute(
-        sa.delete(checkpoints).where(
-            checkpoints.c.run_id == run_id, checkpoints.c.trainer == trainer, checkpoints.c.seq > kept
-        )
-    )
-    epoch = known.epoch + 1
-    tx.conn.execute(
-        sa.update(trainers)
-        .where(trainers.c.run_id == run_id, trainers.c.trainer == trainer)
-        .values(epoch=epoch)
-    )
-    rewind_policy(tx, policy, version)
-    _rebase(tx, run_id, trainer, version)
-    data = {"trainer": trainer, "name": name, "epoch": epoch, "version": version}
-    tx.emit("trainer.rewound", policy=policy, run_id=run_id, data=data)
-    return epoch, target
-
-
-def _give_back_after(tx: Tx, run_id: str, trainer: str, kept: int) -> None:
-    """Leases stay as they are: their epoch is old, so that who still holds one hears why it is lost.
-    What was too old comes again: it may not be, at the version of then."""
-    committed = deliveries.c.state == Handover.COMMITTED.value
-    taken = sa.or_(
-        deliveries.c.state.in_([Handover.ACKED.value, Handover.WITHHELD.value]),
-        sa.and_(committed, deliveries.c.checkpoint_seq > kept),
-    )
-    places = sa.select(deliveries.c.finished_seq).where(_of(run_id, trainer), taken)
-    theirs = sa.and_(groups.c.run_id == run_id, groups.c.finished_seq.in_(places))
-    freed = list(tx.conn.execute(sa.select(groups.c.id).where(theirs, groups.c.holders == 1)).scalars())
-    tx.conn.execute(sa.update(groups).where(theirs).values(holders=groups.c.holders - 1))
-    handover.take_back(tx, run_id, freed)
-    tx.count(run_id, groups_undelivered=len(freed))
-    tx.conn.execute(
-        sa.update(deliveries)
-        .where(_of(run_id, trainer), sa.or_(taken, deliveries.c.state == Handover.LEASED.value))
-        .values(state=Handover.RETURNED.value, lease_id=None, checkpoint_seq=None)
-    )
-
-
-def _rebase(tx: Tx, run_id: str, trainer: str, version: int) -> None:
-    """Pacing counts from here: groups that are in the checkpoint are done with."""
-    done = sa.select(deliveries.c.finished_seq).where(
-        _of(run_id, trainer), deliveries.c.state == Handover.COMMITTED.value
-    )
-    good = sa.select(sa.func.count()).where(
-        groups.c.run_id == run_id,
-        groups.c.finished_seq.is_not(None),
-        groups.c.good,
-        groups.c.finished_seq.not_in(done),
-    )
-    many = tx.conn.execute(good.select_from(groups)).scalar_one()
-    of_run = run_counts.c.run_id == run_id
-    tx.conn.execute(sa.update(run_counts).where(of_run).values(groups_good=many))
-    tx.conn.execute(sa.update(runs).where(runs.c.id == run_id).values(base_version=version))

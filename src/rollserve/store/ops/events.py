@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
 from rollserve.records.event import Event
-from rollserve.store.ops.tx import Tx
 from rollserve.store.schema import events
 
 _PRUNE_EVERY = 1000
@@ -32,19 +30,6 @@ class EventLog:
             self._since_prune = 0
             newest = conn.execute(sa.select(sa.func.max(events.c.seq))).scalar_one()
             conn.execute(sa.delete(events).where(events.c.seq <= newest - self._keep))
-
-
-def append_events(tx: Tx, items: Sequence[Event]) -> None:
-    for item in items:
-        tx.emit(
-            item.type,
-            at=item.at,
-            policy=item.policy,
-            run_id=item.run_id,
-            group_id=item.group_id,
-            rollout_id=item.rollout_id,
-            data=item.data,
-        )
 
 
 def list_events(conn: sa.Connection, after: int, limit: int, run_id: str | None) -> list[Event]:

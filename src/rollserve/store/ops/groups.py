@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from rollserve.errors import Conflict, InvalidInput, NotFound, QueueFull, TooLarge
+from rollserve.errors import Conflict, InvalidInput, QueueFull, TooLarge
 from rollserve.records.base import new_id
 from rollserve.records.control import GroupRule
 from rollserve.records.rollout import Group, GroupState, RolloutState
@@ -18,6 +18,7 @@ from rollserve.records.run import RunSpec, RunState
 from rollserve.records.task import Task
 from rollserve.store.base import NewGroup, Page
 from rollserve.store.ops.closing import rule_of
+from rollserve.store.ops.missing import no_such
 from rollserve.store.ops.pages import page
 from rollserve.store.ops.tx import Tx, chunked
 from rollserve.store.schema import Queue, groups, rollouts, run_counts, runs
@@ -55,7 +56,7 @@ def _added(at: float, seconds: float | None) -> float | None:
 def get_group(conn: sa.Connection, group_id: str) -> Group:
     row = conn.execute(sa.select(groups).where(groups.c.id == group_id)).one_or_none()
     if row is None:
-        raise NotFound(f"no group {group_id!r}", field="group_id")
+        raise no_such(conn, "group", group_id)
     return group_of(row)
 
 
@@ -70,7 +71,7 @@ def list_groups(
     conn: sa.Connection, run_id: str, state: str | None, cursor: str | None, limit: int
 ) -> Page[Group]:
     if conn.execute(sa.select(runs.c.id).where(runs.c.id == run_id)).first() is None:
-        raise NotFound(f"no run {run_id!r}", field="run_id")
+        raise no_such(conn, "run", run_id)
     query = sa.select(groups).where(groups.c.run_id == run_id)
     if state is not None:
         query = query.where(groups.c.state == state)
@@ -127,7 +128,7 @@ def submit(tx: Tx, run_id: str, prepared: Sequence[Prepared]) -> list[Group]:
         .where(runs.c.id == run_id)
     ).one_or_none()
     if row is None:
-        raise NotFound(f"no run {run_id!r}", field="run_id")
+        raise no_such(tx.conn, "run", run_id)
     known = _known(tx, run_id, prepared)
     answer: list[Group] = []
     fresh: list[tuple[Prepared, Group]] = []

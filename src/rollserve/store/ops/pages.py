@@ -23,15 +23,17 @@ def page(
     *,
     cursor: str | None,
     limit: int,
+    newest: bool = False,
 ) -> Page[T]:
-    """In order of ``key``, which is among what ``query`` selects and differs from row to row there: a
-    number (``seq``) or a text (a name). The cursor is the key of a page's last row. Raises
-    ``InvalidInput`` for a cursor that no page gave."""
+    """In order of ``key`` (``newest``: the last one first), which is among what ``query`` selects and
+    differs from row to row there: a number (``seq``) or a text (a name). The cursor is the key of a page's
+    last row. Raises ``InvalidInput`` for a cursor that no page gave."""
     if limit < 1:
         raise InvalidInput("must be 1 or more", field="limit")
     if cursor is not None:
-        query = query.where(key > _last_seen(key, cursor))
-    rows = conn.execute(query.order_by(key).limit(limit + 1)).all()
+        last = _last_seen(key, cursor)
+        query = query.where(key < last if newest else key > last)
+    rows = conn.execute(query.order_by(key.desc() if newest else key).limit(limit + 1)).all()
     following = _cursor(rows[limit - 1]._mapping[key]) if len(rows) > limit else None
     return Page(items=[to_record(row) for row in rows[:limit]], next=following)
 

@@ -8,7 +8,7 @@ import msgspec
 import sqlalchemy as sa
 from pydantic import SecretStr
 
-from rollserve.errors import Conflict, LeaseLost, NotFound, StaleEpoch, VersionRegression
+from rollserve.errors import Conflict, LeaseLost, StaleEpoch, VersionRegression
 from rollserve.records.policy import (
     Backend,
     BackendInfo,
@@ -20,6 +20,7 @@ from rollserve.records.policy import (
 )
 from rollserve.records.update import Canary, WeightUpdate
 from rollserve.store.base import Page
+from rollserve.store.ops.missing import no_policy, no_such
 from rollserve.store.ops.pages import page
 from rollserve.store.ops.tx import Tx, to_json
 from rollserve.store.schema import backends, policies
@@ -44,7 +45,7 @@ def _policy(row: Any) -> Policy:
 def get_policy(conn: sa.Connection, name: str) -> Policy:
     row = conn.execute(sa.select(policies).where(policies.c.name == name)).one_or_none()
     if row is None:
-        raise NotFound(f"no policy {name!r}", field="policy")
+        raise no_policy(conn, name)
     return _policy(row)
 
 
@@ -243,7 +244,7 @@ def _backend_event(tx: Tx, event_type: str, backend: Backend) -> None:
 def get_backend(conn: sa.Connection, backend_id: str) -> Backend:
     row = conn.execute(sa.select(backends).where(backends.c.id == backend_id)).one_or_none()
     if row is None:
-        raise NotFound(f"no backend {backend_id!r}", field="backend_id")
+        raise no_such(conn, "backend", backend_id)
     return _backend(row)
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from rollserve.errors import NotFound
 from rollserve.records.rollout import Attempt, Failure, Rollout, RolloutState
 from rollserve.store.base import Page
+from rollserve.store.ops.missing import no_such
 from rollserve.store.ops.pages import page
 from rollserve.store.schema import attempts, rollouts
 
@@ -35,7 +35,7 @@ def rollout_of(row: Any) -> Rollout:
 def get_rollout(conn: sa.Connection, rollout_id: str) -> Rollout:
     row = conn.execute(sa.select(rollouts).where(rollouts.c.id == rollout_id)).one_or_none()
     if row is None:
-        raise NotFound(f"no rollout {rollout_id!r}", field="rollout_id")
+        raise no_such(conn, "rollout", rollout_id)
     return rollout_of(row)
 
 
@@ -79,5 +79,5 @@ def get_attempt(conn: sa.Connection, attempt_id: str) -> Attempt:
     query = sa.select(attempts.c.record).where(attempts.c.id == attempt_id)
     record = conn.execute(query).scalar_one_or_none()
     if record is None:
-        raise NotFound(f"no attempt {attempt_id!r}", field="attempt_id")
+        raise no_such(conn, "attempt", attempt_id)
     return Attempt.model_validate_json(record)

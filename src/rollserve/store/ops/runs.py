@@ -6,19 +6,23 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from rollserve.errors import Conflict, NotFound
+from rollserve.errors import Conflict
 from rollserve.records.run import Run, RunSpec, RunState, SourceStatus
 from rollserve.store.base import Page
+from rollserve.store.ops import outbox, regrades
+from rollserve.store.ops.missing import no_policy, no_such
 from rollserve.store.ops.pages import page
 from rollserve.store.ops.tx import Tx
 from rollserve.store.schema import (
     COUNTERS,
     attempts,
+    callbacks,
     checkpoints,
     deliveries,
     events,
     groups,
     leases,
+    messages,
     policies,
     rollouts,
     run_bins,
@@ -45,21 +49,24 @@ def _run(row: Any) -> Run:
 def get_run(conn: sa.Connection, run_id: str) -> Run:
     row = conn.execute(sa.select(runs).where(runs.c.id == run_id)).one_or_none()
     if row is None:
-        raise NotFound(f"no run {run_id!r}", field="run_id")
+        raise no_such(conn, "run", run_id)
     return _run(row)
 
 
-def list_runs(conn: sa.Connection, cursor: str | None, limit: int) -> Page[Run]:
-    return page(conn, sa.select(runs), runs.c.seq, _run, cursor=cursor, limit=limit)
+def list_runs(
+    conn: sa.Connection, cursor: str | None, limit: int, *, state: RunState | None, newest: bool
+) -> Page[Run]:
+    query = sa.select(runs) if state is None else sa.select(runs).where(runs.c.state == state.value)
+    return page(conn, query, runs.c.seq, _run, cursor=cursor, limit=limit, newest=newest)
 
 
-def create_run(tx: Tx, run: Run, source: SourceStatus | None) -> Run:
+def create_run(tx: Tx, run: Run, source: SourceStatus | None, callback_secret: str | None) -> Run:
     """Raises ``NotFound`` without its policy, ``Conflict`` when the id is taken."""
     spec = run.spec
     asked = sa.select(policies.c.version).where(policies.c.name == spec.policy)
     version = tx.conn.execute(asked).scalar_one_or_none()
     if version is None:
-        raise NotFound(f"no policy {spec.policy!r}", field="policy")
+        raise no_policy(tx.conn, spec.policy)
     if tx.conn.execute(sa.select(runs.c.id).where(runs.c.id == run.id)).first() is not None:
         raise Conflict(f"run {run.id!r} exists", field="id")
     ahead, per_version = _pace(spec)
@@ -82,6 +89,8 @@ def create_run(tx: Tx, run: Run, source: SourceStatus | None) -> Run:
     tx.conn.execute(sa.insert(run_counts).values(run_id=run.id, **dict.fromkeys(COUNTERS, 0)))
     if source is not None:
         tx.conn.execute(sa.insert(sources).values(run_id=run.id, **source.model_dump(mode="json")))
+    if spec.callback is not None and callback_secret is not None:
+        outbox.create(tx, run.id, spec.callback, callback_secret)
     tx.emit("run.opened", policy=spec.policy, run_id=run.id, data={"name": spec.name})
     return run.model_copy(update={"base_version": version})
 
@@ -107,13 +116,14 @@ def set_run_state(tx: Tx, run_id: str, state: RunState) -> Run:
     tx.conn.execute(sa.update(runs).where(runs.c.id == run_id).values(state=state.value))
     verb = {RunState.OPEN: "resumed", RunState.PAUSED: "paused", RunState.CLOSED: "closed"}[state]
     tx.emit(f"run.{verb}", policy=run.spec.policy, run_id=run_id)
+    outbox.tell(tx, run_id, f"run.{verb}", {"name": run.spec.name})
     return run.model_copy(update={"state": state})
 
 
 def run_counts_of(conn: sa.Connection, run_id: str) -> dict[str, int]:
     row = conn.execute(sa.select(run_counts).where(run_counts.c.run_id == run_id)).one_or_none()
     if row is None:
-        raise NotFound(f"no run {run_id!r}", field="run_id")
+        raise no_such(conn, "run", run_id)
     return {name: getattr(row, name) for name in COUNTERS}
 
 
@@ -142,13 +152,15 @@ def prune_step(tx: Tx, run_id: str) -> tuple[list[str], bool]:
     payloads of rows forgotten before the crash go with the next ``PayloadStore.sweep``.
     """
     prunable(tx.conn, run_id)
+    if regrades.forget(tx, run_id, PRUNE_STEP):
+        return [], False
     payloads = _forget(tx, attempts, run_id, attempts.c.payload)
     if payloads is not None:
         return [item for item in payloads if item], False
-    for table in (rollouts, groups, events):
+    for table in (rollouts, groups, events, messages):
         if _forget(tx, table, run_id) is not None:
             return [], False
-    for small in (deliveries, leases, checkpoints, trainers, run_counts, run_bins, sources):
+    for small in (deliveries, leases, checkpoints, trainers, run_counts, run_bins, sources, callbacks):
         tx.conn.execute(sa.delete(small).where(small.c.run_id == run_id))
     tx.conn.execute(sa.delete(runs).where(runs.c.id == run_id))
     tx.emit("run.pruned", data={"run_id": run_id})

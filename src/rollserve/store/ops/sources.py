@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 
 from rollserve.errors import NotFound
 from rollserve.records.delivery import Checkpoint
 from rollserve.records.rollout import Group, GroupState, RolloutState
 from rollserve.records.run import RunState, SourceState, SourceStatus
-from rollserve.store.base import Fed, Supply
-from rollserve.store.ops import bins
+from rollserve.store.base import Fed, SourceResult, Supply
+from rollserve.store.ops import bins, outbox
 from rollserve.store.ops.groups import Prepared, group_of, insert, new_group
-from rollserve.store.ops.tx import Tx
+from rollserve.store.ops.tx import Tx, chunked
 from rollserve.store.schema import GROUP_JUDGING, groups, policies, rollouts, run_counts, runs, sources
 
 _LEFT_OUT = (GroupState.FILTERED.value, GroupState.CANCELLED.value, GroupState.FAILED.value)
@@ -69,6 +70,32 @@ def supply(conn: sa.Connection, run_id: str) -> Supply:
     )
 
 
+def results(conn: sa.Connection, run_id: str, limit: int) -> list[SourceResult]:
+    mine = sa.and_(
+        groups.c.run_id == run_id, groups.c.source_seq.is_not(None), groups.c.finished_at.is_not(None)
+    )
+    query = sa.select(
+        groups.c.id, groups.c.source_seq, groups.c.task, groups.c.state, groups.c.filtered_by
+    ).where(mine)
+    rows = conn.execute(query.order_by(groups.c.source_seq.desc()).limit(limit)).all()
+    earned: dict[str, list[float]] = {row.id: [] for row in rows}
+    for some in chunked(list(earned)):
+        rewarded = sa.and_(rollouts.c.group_id.in_(some), rollouts.c.reward.is_not(None))
+        asked = sa.select(rollouts.c.group_id, rollouts.c.reward).where(rewarded)
+        for group_id, reward in conn.execute(asked.order_by(rollouts.c.seq)):
+            earned[group_id].append(reward)
+    return [
+        SourceResult(
+            place=row.source_seq,
+            metadata=msgspec.json.decode(row.task).get("metadata", {}),
+            rewards=earned[row.id],
+            state=row.state,
+            filtered_by=row.filtered_by,
+        )
+        for row in reversed(rows)
+    ]
+
+
 def feed(tx: Tx, run_id: str, fed: Fed, prepared: Sequence[Prepared]) -> bool:
     mine = sources.c.run_id == run_id
     moved = tx.conn.execute(
@@ -88,7 +115,9 @@ def feed(tx: Tx, run_id: str, fed: Fed, prepared: Sequence[Prepared]) -> bool:
     for line in fed.broken:
         tx.emit("source.skipped", run_id=run_id, data={"line": line})
     if fed.state is not SourceState.RUNNING:
-        tx.emit(f"source.{fed.state.value}", run_id=run_id, data={"detail": fed.detail, "position": fed.next})
+        told = {"detail": fed.detail, "position": fed.next}
+        tx.emit(f"source.{fed.state.value}", run_id=run_id, data=told)
+        outbox.tell(tx, run_id, f"source.{fed.state.value}", told)
     return True
 
 

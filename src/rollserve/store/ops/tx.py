@@ -41,7 +41,6 @@ class Tx:
         self,
         event_type: str,
         *,
-        at: float | None = None,
         policy: str | None = None,
         run_id: str | None = None,
         group_id: str | None = None,
@@ -50,7 +49,7 @@ class Tx:
     ) -> None:
         self.events.append(
             {
-                "at": self.now if at is None else at,
+                "at": self.now,
                 "type": event_type,
                 "policy": policy,
                 "run_id": run_id,

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 import transformers
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from rollserve.tiny_tokenizer import EOS_TOKEN, PAD_TOKEN, TinyTokenizer, tokenizer_file
 
@@ -54,8 +54,9 @@ def make_model(size: ModelSize = ModelSize(), *, seed: int = 0) -> Qwen3ForCausa
     return Qwen3ForCausalLM(config)
 
 
-def save_model(model: Qwen3ForCausalLM, directory: Path) -> None:
-    """A Hugging Face directory: config, generation config, weights, tokenizer."""
+def save_model(model: PreTrainedModel, directory: Path) -> None:
+    """A Hugging Face directory: config, generation config, weights, tokenizer. ``model`` is a
+    ``Qwen3ForCausalLM``, however it was loaded."""
     cast("Any", transformers.utils.logging).disable_progress_bar()
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = TinyTokenizer()

@@ -1,0 +1,1 @@
+"""Adds up the hours of a time sheet."""

@@ -1,0 +1,104 @@
+"""``rollserve policy …``: policies and the inference servers behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollserve.cli.connect import connect
+from rollserve.cli.obstacles import of_backends, policy_state
+from rollserve.cli.options import Where
+from rollserve.cli.output import err, out, print_json, table
+from rollserve.records.policy import Backend, BackendState, Policy
+from rollserve.wire import CreatePolicy, RegisterBackend
+
+
+async def list_policies(where: Where, *, limit: int, cursor: str | None, as_json: bool) -> None:
+    async with connect(where) as client:
+        found = await client.policies(limit=limit, cursor=cursor)
+        known = [(each, await client.backends(each.spec.name)) for each in found.items]
+    if as_json:
+        print_json({"policies": [_json(*each) for each in known], "next": found.next})
+        return
+    if not known:
+        out.print("no policy; `rollserve policy create NAME --model MODEL --tokenizer DIR` makes one")
+        return
+    rows = [
+        (p.spec.name, p.spec.model, p.version, policy_state(p.paused, _active(b)), len(b), _active(b))
+        for p, b in known
+    ]
+    table(("policy", "model", "version", "state", "backends", "active"), rows)
+    if found.next:
+        out.print(f"more: `rollserve policy list --cursor {found.next}`", soft_wrap=True)
+    for policy, backends in known:
+        _say(policy, backends)
+
+
+def _active(backends: list[Backend]) -> int:
+    return sum(backend.state is BackendState.ACTIVE for backend in backends)
+
+
+def _json(policy: Policy, backends: list[Backend]) -> dict[str, Any]:
+    described = [backend.model_dump(mode="json") for backend in backends]
+    return {**policy.model_dump(mode="json"), "backends": described}
+
+
+def _say(policy: Policy, backends: list[Backend]) -> None:
+    for each in of_backends(policy, backends):
+        err.print(str(each), style="yellow", markup=False, soft_wrap=True)
+
+
+async def show(where: Where, name: str, *, as_json: bool) -> None:
+    async with connect(where) as client:
+        policy, backends = await client.policy(name), await client.backends(name)
+    if as_json:
+        print_json(_json(policy, backends))
+        return
+    spec = policy.spec
+    paused = ", paused" if policy.paused else ""
+    out.print(f"policy {spec.name}: version {policy.version}{paused}", markup=False)
+    renderer = " ".join([spec.renderer.name, *(f"{k}={v}" for k, v in spec.renderer.options.items())])
+    out.print(
+        f"model {spec.model}, tokenizer {spec.tokenizer}, renderer {renderer}", markup=False, soft_wrap=True
+    )
+    if backends:
+        rows = [(b.id, b.spec.url, b.spec.kind.value, b.state.value, b.error) for b in backends]
+        table(("backend", "url", "kind", "state", "error"), rows)
+    _say(policy, backends)
+
+
+async def create(where: Where, spec: CreatePolicy, *, as_json: bool) -> None:
+    async with connect(where) as client:
+        policy = await client.create_policy(spec)
+        backends = await client.backends(spec.name)
+    if as_json:
+        print_json(policy.model_dump(mode="json"))
+        return
+    out.print(f"policy {spec.name} is there, at version {policy.version}", markup=False)
+    _say(policy, backends)
+
+
+async def add_backend(where: Where, name: str, spec: RegisterBackend, *, as_json: bool) -> None:
+    async with connect(where) as client:
+        backend = await client.register_backend(name, spec)
+    if as_json:
+        print_json(backend.model_dump(mode="json"))
+        return
+    info = backend.info
+    out.print(
+        f"backend {backend.id}: {spec.url}, {info.engine}, logprobs {info.logprobs_mode}",
+        markup=False,
+        soft_wrap=True,
+    )
+    for warning in info.warnings:
+        err.print(warning, style="yellow", markup=False, soft_wrap=True)
+
+
+async def set_paused(where: Where, name: str, paused: bool, *, as_json: bool) -> None:
+    async with connect(where) as client:
+        policy = await (client.pause_policy(name) if paused else client.resume_policy(name))
+    if as_json:
+        print_json(policy.model_dump(mode="json"))
+    elif paused:
+        out.print(f"policy {name} is paused: no rollout starts, no call is made", markup=False)
+    else:
+        out.print(f"policy {name} goes on", markup=False)

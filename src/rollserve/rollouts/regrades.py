@@ -1,0 +1,191 @@
+"""Re-grading, as the server sees it: gradings go to workers as these have grade slots, and what they come to
+is written beside the rollouts' own grades.
+
+A grading belongs to a try: one that a lost worker had is queued again, and what that worker still says of
+it is not taken. Failures of graders and of the infrastructure are tried again as often as the run says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from functools import partial
+
+from rollserve.backoff import backoff_s
+from rollserve.errors import FailureKind, InvalidInput, NotFound
+from rollserve.executor.base import GradingEnded, StartGrading
+from rollserve.records.base import new_id
+from rollserve.records.regrade import Graded, Grading, GradingState, Regrade
+from rollserve.records.rollout import Failure
+from rollserve.records.task import GraderSpec
+from rollserve.rollouts.bell import Bell, heard_by
+from rollserve.rollouts.fleet import Fleet
+from rollserve.rollouts.patience import patiently
+from rollserve.rollouts.ports import Ports
+from rollserve.rollouts.retries import WORKER_LOST
+from rollserve.rollouts.runs import RunSpecs, checked_key
+from rollserve.rollouts.tally import Tally
+from rollserve.store.base import GradingStart, Page
+
+log = logging.getLogger(__name__)
+
+_BATCH = 64
+_RETRY_S = 1.0
+
+
+class Regrades:
+    def __init__(self, ports: Ports, specs: RunSpecs, fleet: Fleet, tally: Tally, *, happened: Bell) -> None:
+        self._store = ports.store
+        self._executor = ports.executor
+        self._clock = ports.clock
+        self._jitter = ports.jitter
+        self._check_task = ports.check_task
+        self._specs = specs
+        self._fleet = fleet
+        self._tally = tally
+        self._happened = happened
+        self._queued = Bell()
+        self._running: dict[tuple[str, str, int], tuple[str, GradingStart]] = {}
+        """By regrade, rollout and try: the worker, and what it was given."""
+
+    # -- what the API offers
+    async def begin(self, run_id: str, grader: GraderSpec, key: str | None = None) -> Regrade:
+        """Durable when this returns. With ``key`` the request may be sent again: the regrade of then comes
+        back. Raises ``InvalidInput`` for a grader that the run's tasks can't have, ``Conflict``."""
+        key = checked_key(key)
+        await self._specs.get(run_id)
+        await self._check(run_id, grader)
+        regrade_id = new_id("reg")
+        if key is not None:
+            regrade_id = f"reg_{hashlib.sha256(f'{run_id}/{key}'.encode()).hexdigest()[:20]}"
+        made = Regrade(id=regrade_id, run_id=run_id, grader=grader, created_at=self._clock.now())
+        regrade = await self._store.create_regrade(made)
+        self._queued.ring()
+        self._happened.ring()
+        return regrade
+
+    async def _check(self, run_id: str, grader: GraderSpec) -> None:
+        """By the run's first task: tasks of a run differ in what they say, seldom in where they run."""
+        groups = (await self._store.list_groups(run_id, limit=1)).items
+        if not groups:
+            raise InvalidInput("the run has no group yet: there is nothing to grade", field="run_id")
+        await self._check_task(groups[0].task.model_copy(update={"grader": grader}), "")
+
+    async def get(self, regrade_id: str) -> tuple[Regrade, dict[str, int]]:
+        """With its gradings by state."""
+        return await self._store.get_regrade(regrade_id), await self._store.grading_counts(regrade_id)
+
+    async def of_run(self, run_id: str, *, cursor: str | None, limit: int) -> Page[Regrade]:
+        await self._specs.get(run_id)
+        return await self._store.list_regrades(run_id, cursor=cursor, limit=limit)
+
+    async def gradings(
+        self, regrade_id: str, *, state: GradingState | None, cursor: str | None, limit: int
+    ) -> Page[Grading]:
+        return await self._store.list_gradings(regrade_id, state=state, cursor=cursor, limit=limit)
+
+    async def cancel(self, regrade_id: str) -> int:
+        """What has not begun is not graded; what runs ends by itself. Returns how many."""
+        cancelled = await self._store.cancel_regrade(regrade_id)
+        self._happened.ring()
+        return cancelled
+
+    # -- the loop
+    def ring(self) -> None:
+        """There is room on a worker, perhaps."""
+        self._queued.ring()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            rung = self._queued.listen()
+            try:
+                due_s = await self._send_due()
+            except Exception:
+                log.exception("gradings could not be started; again in %g s", _RETRY_S)
+                self._tally.add("store_errors")
+                due_s = _RETRY_S
+            await heard_by(rung, self._clock, due_s)
+
+    async def _send_due(self) -> float | None:
+        """Start what there is room for; returns in how many seconds to look again by itself."""
+        while free := sum(self._free().values()):
+            due = await self._store.next_grading_due()
+            now = self._clock.now()
+            if due is None or due > now:
+                return None if due is None else due - now
+            for start in await self._store.take_gradings(now, min(free, _BATCH)):
+                await self._send(start)
+        return None
+
+    def _free(self) -> dict[str, int]:
+        """Grade slots that no grading has, by worker. Attempts share them, and wait for each other there."""
+        slots = self._fleet.grade_slots()
+        for worker_id, _ in self._running.values():
+            if worker_id in slots:
+                slots[worker_id] -= 1
+        return {worker_id: left for worker_id, left in slots.items() if left > 0}
+
+    async def _send(self, start: GradingStart) -> None:
+        free = self._free()
+        worker_id = max(free, key=lambda each: free[each], default=None)
+        if worker_id is not None and self._executor.send(worker_id, _message(start)):
+            self._running[_try(start)] = (worker_id, start)
+            return
+        await self._store.finish_grading(start, None)
+
+    # -- what workers say
+    async def ended(self, worker_id: str, message: GradingEnded) -> None:
+        key = (message.regrade_id, message.rollout_id, message.tries)
+        _, start = self._running.get(key, (worker_id, None))
+        if start is None:  # of a try that was given up
+            return
+        await self._settle(start, message.graded())
+
+    async def _settle(self, start: GradingStart, graded: Graded) -> None:
+        again_at = await self._again_at(start, graded)
+        kept = None if again_at is not None else graded
+        finish = partial(self._store.finish_grading, start, kept, not_before=again_at or 0.0)
+        taken = await patiently(self._clock, finish)
+        self._running.pop(_try(start), None)
+        if taken and kept is not None:
+            self._tally.add(f"gradings_{kept.state.value}")
+        self._queued.ring()
+        self._happened.ring()
+
+    async def _again_at(self, start: GradingStart, graded: Graded) -> float | None:
+        """When to try it again; None when it has ended."""
+        if graded.state is not GradingState.FAILED or not (graded.failure and graded.failure.retryable):
+            return None
+        try:
+            run, _ = await patiently(self._clock, partial(self._specs.get, start.run_id))
+        except NotFound:  # pruned
+            return None
+        if start.tries >= run.retry.max_attempts:
+            return None
+        retry = run.retry
+        wait_s = backoff_s(start.tries, retry.backoff_s, retry.max_backoff_s, jitter=self._jitter())
+        return self._clock.now() + wait_s
+
+    async def lost(self, worker_id: str) -> None:
+        """A worker is gone, and what it had is tried again; not for ever, as it may be what ended it."""
+        message = f"worker {worker_id} was lost"
+        failure = Failure(kind=FailureKind.INFRASTRUCTURE, code=WORKER_LOST, message=message)
+        for whose, start in list(self._running.values()):
+            if whose == worker_id:
+                await self._settle(start, Graded(state=GradingState.FAILED, failure=failure))
+
+
+def _try(start: GradingStart) -> tuple[str, str, int]:
+    return (start.regrade_id, start.rollout_id, start.tries)
+
+
+def _message(start: GradingStart) -> StartGrading:
+    task = start.task.model_copy(update={"grader": start.grader})
+    return StartGrading(
+        regrade_id=start.regrade_id,
+        rollout_id=start.rollout_id,
+        tries=start.tries,
+        task_json=task.model_dump_json().encode(),
+        attempt_json=start.attempt.model_dump_json().encode(),
+    )

@@ -155,13 +155,14 @@ class KubernetesSettings(_Section):
 
 
 class BackendsSettings(_Section):
-    """When a worker asks a backend on which nothing moves for its health, and when it gives up a
-    generation that says nothing; how long a new one takes to get its whole share; whether backends are
-    asked for the logprobs of a few tokens after each change of weights, and how far these may be apart;
-    how many calls a worker has on a backend at once: as many as its metrics speak for (``auto``), a number,
-    or any (``off``); how many times slower than its peers one may be (0: any); where the calls of a session
-    go (to where it was, each to the least busy, or in turn)."""
+    """How often the server looks at each backend. When a worker asks a backend on which nothing moves for
+    its health, and when it gives up a generation that says nothing; how long a new one takes to get its
+    whole share; whether backends are asked for the logprobs of a few tokens after each change of weights,
+    and how far these may be apart; how many calls a worker has on a backend at once: as many as its metrics
+    speak for (``auto``), a number, or any (``off``); how many times slower than its peers one may be (0:
+    any); where the calls of a session go (to where it was, each to the least busy, or in turn)."""
 
+    check_s: Annotated[float, Field(gt=0)] = 15.0
     quiet_s: Annotated[float, Field(gt=0)] = 120.0
     silent_s: Annotated[float, Field(gt=0)] = 600.0
     slow_start_s: Annotated[float, Field(ge=0)] = 30.0

@@ -59,7 +59,7 @@ SHOWN_NAMES = 50
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.5) -> str | None:
     """``did you mean 'x'?`` of the known name nearest to ``name``; None where none is near."""
-    near = get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    near = get_close_matches(name, [str(each) for each in known], n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}?" if near else None
 
 

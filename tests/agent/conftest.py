@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from rollserve.usercode.base import CodeInfo, Role
 from rollserve.usercode.hosts import HostSettings, ZygoteHosts
 
 AGENTS = '''
@@ -166,3 +167,8 @@ async def agent_hosts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
     hosts = ZygoteHosts(code_dir=tmp_path, settings=HostSettings(cancel_grace_s=0.5))
     yield hosts
     await hosts.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def solver(agent_hosts: ZygoteHosts) -> CodeInfo:
+    return await agent_hosts.describe("my_agents:Solver", Role.AGENT, field="agent.name")

@@ -9,6 +9,7 @@ from rollserve.agent.python_agent import PythonAgent
 from rollserve.agent.registry import AgentCatalog
 from rollserve.records.task import AgentSpec
 from rollserve.testing.agent_conformance import AgentConformance
+from rollserve.usercode.base import CodeInfo
 from rollserve.usercode.hosts import ZygoteHosts
 
 
@@ -21,5 +22,5 @@ class TestToolAgent(AgentConformance):
 @pytest.mark.asyncio(loop_scope="module")
 class TestPythonAgent(AgentConformance):
     @pytest.fixture
-    def subject(self, agent_hosts: ZygoteHosts) -> Agent:
-        return PythonAgent(agent_hosts, "my_agents:Solver", {})
+    def subject(self, agent_hosts: ZygoteHosts, solver: CodeInfo) -> Agent:
+        return PythonAgent(agent_hosts, solver, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -130,10 +131,19 @@ def test_what_is_installed_is_not_installed_again(tmp_path: Path) -> None:
 def test_an_installation_ends_in_its_time_with_what_it_started(tmp_path: Path) -> None:
     script = "sleep 600 & echo $! > child; echo $$ > self; wait"
     with pytest.raises(ConfigError, match="did not end in the time that was left"):
-        Steps(0.5).run(["sh", "-c", script], tmp_path)
-    for name in ("self", "child"):
-        state = Path("/proc", (tmp_path / name).read_text().strip(), "stat")
-        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+        Steps(1.5).run(["sh", "-c", script], tmp_path)
+    pids = [(tmp_path / name).read_text().strip() for name in ("self", "child")]
+    until = time.monotonic() + 20.0  # a signal takes its time to be acted on
+    while any(map(_runs, pids)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(map(_runs, pids))
+
+
+def _runs(pid: str) -> bool:
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_a_step_that_fails_says_its_last_words(tmp_path: Path) -> None:

@@ -47,8 +47,16 @@ async def test_submit_status_show_and_cancel(server: Server, backend_url: str, t
 
     run = await as_json("status", submitted["run_id"], *at)
     assert run["counts"]["completed"] == 4
+    assert submitted["closed"]
+    assert run["run"]["state"] == "closed"
+    assert len({each["id"] for each in run["rollouts"]}) == 4
     whole = await as_json("status", *at)
     assert [entry["id"] for entry in whole["runs"]] == [submitted["run_id"]]
+    assert all("age_s" in backend for backend in whole["backends"])
+    code, text, _ = await rollserve("status", *at)
+    assert code == 0
+    assert "seen" in text
+    assert " ago" in text or "not yet" in text
 
     async with server.client() as client:
         (rollout, *_) = [r async for r in client.rollouts(run_id=submitted["run_id"])]
@@ -62,6 +70,7 @@ async def test_submit_status_show_and_cancel(server: Server, backend_url: str, t
     assert code == 0
     assert "the answer is 42" in text
     assert await as_json("cancel", rollout.group_id, *at) == {"ended": 0, "stopping": 0}
+    assert "has ended already" in (await rollserve("cancel", rollout.id, *at))[1]
 
 
 async def test_errors_are_one_line_and_say_where(server: Server, tmp_path: Path) -> None:
@@ -71,7 +80,7 @@ async def test_errors_are_one_line_and_say_where(server: Server, tmp_path: Path)
     typo = tmp_path / "typo.json"
     typo.write_text('{\n"instruction": "x",\n"gradr": {"name": "exact"}\n}')
     cases = [
-        (("submit", str(broken), "--policy", "p", *at), "line 2: grader"),
+        (("submit", str(broken), "--policy", "p", *at), "broken.jsonl line 2: grader"),
         (("submit", str(tmp_path / "none.jsonl"), "--policy", "p", *at), "can't read"),
         (("submit", str(typo), "--policy", "p", *at), "did you mean 'grader'?"),
         (("show", "rol_nobody", *at), "rol_nobody"),
@@ -219,6 +228,8 @@ async def test_verify_proves_a_run_and_one_rollout(
     assert "difference" in text
     code, text, _ = await rollserve("verify", rollout, "--no-score", *at)
     assert code == 0
-    assert "nothing is wrong" in text
+    assert "not proven: " in text
+    assert "tokens not compared" in text
+    assert "nothing is wrong" not in text
     assert "not asked for" in text
     assert (await rollserve("verify", "rol_nobody", *at))[0] == 1

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from rollserve.cli.processes import Processes
+from rollserve.demo import __main__ as demo
 from rollserve.demo.left import TASK, TRAINED, next_steps
 from rollserve.demo.record import Follower, Record
 from rollserve.demo.view import line, render, sparkline
@@ -106,3 +110,15 @@ def test_the_view_says_what_is_known() -> None:
     assert "reward 0.50" in line(record)
     assert render(record).title == "rollserve demo"
     assert sparkline([0.0, 1.0]) == "▁█"
+
+
+async def test_the_demo_is_not_silent_while_the_model_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "SAY_EVERY_S", 0.01)
+    said = io.StringIO()
+    options = demo.parse(["--output", str(tmp_path)])
+    made = demo.Demo(options, Console(file=said))
+    script = "import time; print('step 5/9', flush=True); time.sleep(1)"
+    await made._say_progress(Processes(tmp_path).start("model", [sys.executable, "-c", script]))
+    assert "step 5/9" in said.getvalue()

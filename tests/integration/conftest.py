@@ -37,6 +37,7 @@ class Server:
 
     def __init__(self, folder: Path, runtime: str, *settings: str) -> None:
         self.folder = folder
+        self.code = CODE
         self.url = f"http://127.0.0.1:{free_port()}"
         self._runtime = runtime
         self._settings = settings
@@ -47,7 +48,7 @@ class Server:
         command = [
             *(sys.executable, "-m", "rollserve", "serve", "--port", self.url.rsplit(":", 1)[1]),
             *("--data-dir", str(self.folder / "data"), "--runtime", self._runtime),
-            *("--code-dir", str(CODE)),
+            *("--code-dir", str(self.code)),
             *(part for setting in self._settings for part in ("--set", setting)),
         ]
         if self._runtime == "process":

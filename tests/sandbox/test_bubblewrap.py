@@ -19,7 +19,7 @@ from rollserve.sandbox.base import SandboxLimits, SandboxSpec
 from rollserve.sandbox.bubblewrap import NOBODY, BubblewrapRuntime
 from rollserve.testing.image_files import make_root
 from rollserve.testing.runtime_conformance import RuntimeConformance
-from rollserve.testing.runtime_probes import host_has
+from rollserve.testing.runtime_probes import host_has, processes_with, wait_until_present
 
 pytestmark = pytest.mark.userns
 
@@ -239,3 +239,21 @@ async def test_the_processes_are_in_the_group_before_anything_runs(runtime: Bubb
     )  # what it sees itself depends on when it was moved
     await box.close()
     assert groups_named(box.id) == []
+
+
+async def test_what_a_killed_bwrap_leaves_waiting_is_reaped(open_dir: Path) -> None:
+    """Its child is orphaned with the same command line."""
+    runtime = BubblewrapRuntime(data_dir=open_dir)
+    if not runtime.report().usable:
+        pytest.skip("bubblewrap can't be used here")
+    box = await runtime.create(SandboxSpec(), owner="a/1", ttl_s=60)
+    (folder,) = (open_dir / "bubblewrap").iterdir()
+    word = f"{folder}/orphan"
+    waits = (sys.executable, "-c", "import time; time.sleep(300)", word)
+    parent = await asyncio.create_subprocess_exec("sh", "-c", '"$@" >/dev/null 2>&1 &', "sh", *waits)
+    await parent.wait()
+    await wait_until_present(word)
+    await runtime.reap()
+    assert not processes_with(word)
+    assert (await box.exec("echo on")).output == "on\n"
+    await runtime.close()

@@ -57,8 +57,10 @@ async def test_revisions_grow_over_a_restart(make_room: MakeRoom) -> None:
 async def test_the_same_policy_again_is_no_conflict_another_one_is(room: Room) -> None:
     await room.core.policies.create(POLICY)
     await room.core.policies.create(POLICY)
-    with pytest.raises(Conflict):
+    with pytest.raises(Conflict) as caught:
         await room.core.policies.create(POLICY.model_copy(update={"model": "other"}))
+    assert f"there model is {POLICY.model!r}, not 'other'" in str(caught.value.hint)
+    assert "tokenizer" not in str(caught.value.hint)
 
 
 async def test_a_version_never_goes_back(room: Room) -> None:
@@ -83,6 +85,23 @@ async def test_a_url_that_is_no_backend_of_the_policy_is_refused(room: Room, url
         await room.core.policies.register("pol", BackendSpec(url=url))
     assert caught.value.field == "url"
     assert (await room.core.policies.backends("pol")).items == []
+
+
+async def test_one_server_is_one_backend_however_its_url_is_written(room: Room) -> None:
+    policies = room.core.policies
+    await policies.create(POLICY)
+    first = await policies.register("pol", BackendSpec(url="http://b/v1"))
+    assert first.spec.url == "http://b"
+    for url in ("http://b", "http://b/", "http://B:80/v1/", "http://b/v1?x=1"):
+        assert (await policies.register("pol", BackendSpec(url=url))).id == first.id
+    assert len((await policies.backends("pol")).items) == 1
+
+
+async def test_an_address_without_a_scheme_is_completed_in_the_hint(room: Room) -> None:
+    await room.core.policies.create(POLICY)
+    with pytest.raises(InvalidInput) as caught:
+        await room.core.policies.register("pol", BackendSpec(url="127.0.0.1:8000"))
+    assert caught.value.hint == "did you mean 'http://127.0.0.1:8000'?"
 
 
 async def test_a_backend_is_registered_once_drained_checked_and_removed(room: Room) -> None:

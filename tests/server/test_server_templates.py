@@ -20,7 +20,7 @@ from rollserve.records.policy import (
 from rollserve.records.run import RouteSpec, RunSpec
 from rollserve.rollouts.bell import Bell
 from rollserve.rollouts.policies import Policies
-from rollserve.rollouts.templates import Templates, is_probed
+from rollserve.rollouts.templates import Templates, in_words, is_probed
 from rollserve.testing.fakes_server import FakeExecutor
 from rollserve.testing.fakes_server import probe_template as fake_probe
 from rollserve.testing.server_room import MakeRoom, Room
@@ -170,3 +170,13 @@ async def test_a_tokenizer_that_is_not_there_is_unknown_with_the_reason() -> Non
     found = await probe_template(POLICY.model_copy(update={"tokenizer": "/no/such/folder"}))
     assert found.strip.verdict == "unknown"
     assert "no such file or directory: /no/such/folder" in found.strip.detail
+
+
+def test_what_was_found_is_said_in_words() -> None:
+    fine = TemplateReport(verdict="exact")
+    some = TemplateReport(verdict="exceptions", exceptions=["user_turn:break", "tool_text:differ"])
+    assert "every kind of conversation" in in_words("p", TemplateFinding(keep=fine, strip=fine))
+    said = in_words("p", TemplateFinding(keep=fine, strip=some))
+    assert "that strip it: most kinds" in said
+    assert "not exact: user_turn:break, tool_text:differ" in said
+    assert "docs/backends.md" in said

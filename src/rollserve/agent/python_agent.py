@@ -10,7 +10,7 @@ from rollserve.agent.base import AgentResult, Episode
 from rollserve.errors import AgentFailure, ContextTooLong, EpisodeFailure, LimitReached, RollserveError
 from rollserve.sandbox.tools import ToolResult
 from rollserve.usercode import params
-from rollserve.usercode.base import CodeFault, CodeHosts, Handlers, Use
+from rollserve.usercode.base import CodeFault, CodeHosts, CodeInfo, Handlers, Use
 from rollserve.usercode.sandboxes import agents_sandboxes
 from rollserve.usercode.serving import decode, model_handlers
 
@@ -19,9 +19,10 @@ class PythonAgent:
     """What the user's class returns is the result; a limit that it let escape ends the episode with
     what there is, like the built-in agent's; whatever else it raises is its crash."""
 
-    def __init__(self, hosts: CodeHosts, path: str, options: dict[str, Any]) -> None:
+    def __init__(self, hosts: CodeHosts, info: CodeInfo, options: dict[str, Any]) -> None:
         self._hosts = hosts
-        self._path = path
+        self._info = info
+        self._path = info.path
         self._options_json = msgspec.json.encode(options)
 
     async def run(self, episode: Episode) -> AgentResult:
@@ -41,6 +42,7 @@ class PythonAgent:
                 handlers={**episode_handlers(episode), **sandboxes},
                 log=episode.log,
                 pause=episode.pause,
+                code=(self._info,),
             ) as host,
         ):
             try:

@@ -86,6 +86,6 @@ class AgentCatalog:
 
         def make(options: dict[str, Any]) -> Agent:
             check(options)
-            return PythonAgent(self._hosts, info.path, options)
+            return PythonAgent(self._hosts, info, options)
 
         return AgentEntry(name=name, make=make, check=check, hosted=True, code={info.path: info.version})

@@ -72,10 +72,18 @@ def decode_arguments(arguments: str) -> dict[str, Any] | str:
 
 
 class FunctionsHost:
-    """The host of an attempt's functions, opened with the first call; one call at a time."""
+    """The host of an attempt's functions ``code``, opened with the first call; one call at a time."""
 
-    def __init__(self, hosts: CodeHosts, sandbox: Sandbox | None, log: LogLine, pause: Pause) -> None:
+    def __init__(
+        self,
+        hosts: CodeHosts,
+        code: Sequence[CodeInfo],
+        sandbox: Sandbox | None,
+        log: LogLine,
+        pause: Pause,
+    ) -> None:
         self._hosts = hosts
+        self._code = code
         self._sandbox = sandbox
         self._log = log
         self._pause = pause
@@ -101,7 +109,9 @@ class FunctionsHost:
         if self._host is None or not self._host.alive:
             await self._stack.aclose()
             handlers = {} if self._sandbox is None else sandbox_handlers(self._sandbox)
-            opening = self._hosts.open(Use.LEAF, handlers=handlers, log=self._log, pause=self._pause)
+            opening = self._hosts.open(
+                Use.LEAF, handlers=handlers, log=self._log, pause=self._pause, code=self._code
+            )
             self._host = await self._stack.enter_async_context(opening)
         return self._host
 
@@ -167,7 +177,8 @@ class ToolCatalog:
         tools: dict[str, Tool] = {}
         code: dict[str, str] = {}
         async with AsyncExitStack() as stack:
-            host = FunctionsHost(self._hosts, sandbox, log, pause)
+            functions = [info for _, info in resolved.values() if info is not None]
+            host = FunctionsHost(self._hosts, functions, sandbox, log, pause)
             stack.push_async_callback(host.close)
             for index, (short, (name, info)) in enumerate(resolved.items()):
                 if info is not None:

@@ -84,7 +84,8 @@ async def resume(core: Core, name: str) -> Response:
 async def register(
     core: Core, name: str, spec: Annotated[RegisterBackend, body(RegisterBackend)]
 ) -> Response:
-    """Probe an inference server and add it. The same URL again replaces its settings."""
+    """Probe an inference server and add it. The same one again, with or without ``/v1``, gets the new
+    settings."""
     return record(await core.policies.register(name, spec), 201)
 
 

@@ -35,7 +35,9 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         sock.close()
         raise ConfigError(
-            f"can't listen on {host}:{port}: {error}", field="api.port", hint="choose another port or host"
+            f"can't listen on {host}:{port}: {error}",
+            field="api.port",
+            hint="choose another with --port PORT (0 takes a free one) or --host",
         ) from error
     sock.listen(BACKLOG)
     return sock

@@ -80,6 +80,9 @@ def serve(
 @app.command("try")
 def try_(
     task: Annotated[Path, typer.Argument(help="A task as JSON (`-` reads standard input).")],
+    line: Annotated[
+        int | None, typer.Option("--line", min=1, help="Of a file of many tasks, the one of this line.")
+    ] = None,
     policy: Annotated[str | None, typer.Option(help="A policy of the server at --url.")] = None,
     backend: Annotated[
         str | None, typer.Option(help="Or: an inference server's URL, without any rollserve server.")
@@ -96,7 +99,10 @@ def try_(
     keep: Annotated[
         bool, typer.Option("--shell", help="Without a reward above 0, open a shell in the sandbox.")
     ] = False,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature.")] = 1.0,
+    harness_dir: Annotated[
+        Path | None, typer.Option(help="Folder of installed harnesses; a server's when left out.")
+    ] = None,
     allow_unsafe_runtime: Annotated[
         bool, typer.Option("--allow-unsafe-runtime", help="Accept a runtime that isolates nothing.")
     ] = False,
@@ -107,10 +113,10 @@ def try_(
 ) -> None:
     """Run one rollout here, with live output."""
     from rollserve.cli.settings import flags
-    from rollserve.cli.tasks import parse_task, read_text
+    from rollserve.cli.tasks import read_task
     from rollserve.cli.try_task import Target, try_task
 
-    played = parse_task(read_text(task), str(task))
+    played = read_task(task, line)
     target = Target(
         where=connection(url, api_key),
         policy=policy,
@@ -123,7 +129,12 @@ def try_(
         temperature=temperature,
     )
     overrides = flags(
-        {"code_dir": code_dir, "workers.allow_unsafe_runtime": allow_unsafe_runtime or None}, []
+        {
+            "code_dir": code_dir,
+            "workers.harness_dir": harness_dir,
+            "workers.allow_unsafe_runtime": allow_unsafe_runtime or None,
+        },
+        [],
     )
     run_async(try_task(played, target, config=config, overrides=overrides, shell=keep, as_json=as_json))
 
@@ -131,8 +142,12 @@ def try_(
 @app.command()
 def submit(
     file: Annotated[Path, typer.Argument(help="One task a line (JSON lines; `-` reads standard input).")],
-    policy: Annotated[str, typer.Option(help="Policy to roll out with.")],
-    num_rollouts: Annotated[int, typer.Option("--num-rollouts", "-n", help="Rollouts of each task.")] = 1,
+    policy: Annotated[
+        str | None, typer.Option(help="Policy to roll out with; the run's, with --run.")
+    ] = None,
+    num_rollouts: Annotated[
+        int, typer.Option("--num-rollouts", "-n", min=1, help="Rollouts of each task.")
+    ] = 1,
     name: Annotated[str | None, typer.Option(help="Name of the new run.")] = None,
     run: Annotated[str | None, typer.Option(help="Submit to this open run instead of a new one.")] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the results and show progress.")] = False,
@@ -140,12 +155,15 @@ def submit(
     api_key: Key = None,
     as_json: Json = False,
 ) -> None:
-    """Submit a file of tasks. With --wait: exit code 3 when a rollout failed, 4 when one was cancelled."""
+    """Submit a file of tasks. With --wait: exit code 3 when a rollout failed, 4 when one was cancelled; the
+    run that it opened is closed at the end."""
+    from rollserve.cli.submit import Into
     from rollserve.cli.submit import submit as submit_
     from rollserve.cli.tasks import read_tasks
 
+    into = Into.of(policy=policy, name=name, run_id=run)
     where, tasks = connection(url, api_key), read_tasks(file)
-    run_async(submit_(where, tasks, policy, num_rollouts, name=name, run_id=run, wait=wait, as_json=as_json))
+    run_async(submit_(where, tasks, into, num_rollouts, wait=wait, as_json=as_json))
 
 
 @app.command()
@@ -337,13 +355,16 @@ def bench(
 @app.command()
 def doctor(
     backend: Annotated[list[str] | None, typer.Option(help="URL of a backend to look at.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="The server's, if it is given one.")] = None,
     config: Config = None,
     as_json: Json = False,
 ) -> None:
     """What this machine can do, and how to mend what it can't."""
     from rollserve.cli.doctor import doctor as doctor_
+    from rollserve.cli.settings import flags
 
-    run_async(doctor_(config, backend or [], as_json=as_json))
+    overrides = flags({"data_dir": data_dir}, [])
+    run_async(doctor_(config, overrides, backend or [], as_json=as_json))
 
 
 def run() -> None:

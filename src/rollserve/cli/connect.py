@@ -9,5 +9,16 @@ PATIENCE_S = 3.0
 """A person at a terminal would rather hear at once that there is no server."""
 
 
-def connect(where: Where) -> Client:
-    return Client(*where, patience_s=PATIENCE_S)
+LOOK_S = 10.0
+"""A server that is well answers a plain question in less."""
+WORK_S = 120.0
+"""What a request may take that has the server probe, wait or compute."""
+
+
+def connect(where: Where, *, timeout_s: float = WORK_S) -> Client:
+    return Client(*where, timeout_s=timeout_s, patience_s=PATIENCE_S)
+
+
+def look(where: Where) -> Client:
+    """For commands that only read what is there."""
+    return connect(where, timeout_s=LOOK_S)

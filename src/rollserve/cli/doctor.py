@@ -12,6 +12,7 @@ import shutil
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rollserve import config, installing
 from rollserve.agent.harness.base import is_installed
@@ -124,9 +125,9 @@ async def _backend(url: str) -> Finding:
     return Finding(f"backend {url}", level, text, "; ".join(info.warnings))
 
 
-def _settings(path: Path | None) -> tuple[config.Settings, Finding]:
+def _settings(path: Path | None, overrides: dict[str, Any]) -> tuple[config.Settings, Finding]:
     try:
-        settings = config.load(config=path)
+        settings = config.load(config=path, overrides=overrides)
     except ConfigError as error:
         return config.Settings(), Finding("settings", "problem", str(error), "see docs/operations.md")
     source = config.config_file(path)
@@ -135,9 +136,9 @@ def _settings(path: Path | None) -> tuple[config.Settings, Finding]:
     )
 
 
-async def doctor(path: Path | None, backends: list[str], *, as_json: bool) -> int:
+async def doctor(path: Path | None, overrides: dict[str, Any], backends: list[str], *, as_json: bool) -> int:
     """Exit code 1 when there is a problem."""
-    settings, finding = _settings(path)
+    settings, finding = _settings(path, overrides)
     findings = [_python(), finding, _open_files(), _disk(settings.data_dir)]
     default = settings.workers.runtime
     findings += [_runtime(report, default) for report in runtime_reports(settings)]
@@ -151,7 +152,7 @@ async def doctor(path: Path | None, backends: list[str], *, as_json: bool) -> in
     marks = {"ok": ("✓", "green"), "note": ("•", "yellow"), "problem": ("✗", "red")}
     for finding in findings:
         mark, style = marks[finding.level]
-        out.print(f"{mark} {finding.name}: {finding.detail}", style=style, markup=False)
+        out.print(f"{mark} {finding.name}: {finding.detail}", style=style, markup=False, soft_wrap=True)
         if finding.remedy:
-            out.print(f"    → {finding.remedy}", markup=False)
+            out.print(f"    → {finding.remedy}", markup=False, soft_wrap=True)
     return int(worst)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import typer
+from pydantic import ValidationError
 
 from rollserve.cli.output import fail
 from rollserve.errors import ConfigError, NotFound, RollserveError, Unauthenticated, Unavailable
@@ -26,6 +28,9 @@ _LISTS = {
 _NO_SERVER = "is it running? `rollserve serve` starts one; for another address: --url URL, or ROLLSERVE_URL"
 _NO_KEY = "give the key that the server printed at its first start: --api-key KEY, or ROLLSERVE_API_KEY"
 _NO_BACKEND = "is it up, and this its root, without /v1? `rollserve doctor --backend URL` looks at it"
+_NAME = "a name has up to 128 letters, digits, dots, dashes and underscores; a letter or digit is the first"
+_SHOWN_CHARS = 60
+
 _SETTINGS = {
     "config": "--config FILE or ROLLSERVE_CONFIG names it; docs/operations.md lists what it may hold",
     "code_dir": "--code-dir DIR, ROLLSERVE_CODE_DIR or `code_dir` in the settings file names it",
@@ -80,7 +85,9 @@ async def _stoppable(work: Coroutine[Any, Any, int | None]) -> int | None:
 
 
 def run_app(app: Callable[[], None]) -> None:
-    """Errors of ours are one line, a hint and exit code 1; anything else is a traceback."""
+    """Errors of ours, and values that no record takes, are one line, a hint and exit code 1; anything else is
+    a traceback."""
+    logging.getLogger("rollserve.client").addHandler(logging.NullHandler())  # errors are told here, once
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a command started ends with it
     try:
         app()
@@ -88,5 +95,21 @@ def run_app(app: Callable[[], None]) -> None:
         where = f"{error.field}: " if error.field else ""
         fail(f"{where}{error.message}", hint=hint_for(error))
         sys.exit(1)
+    except ValidationError as error:
+        message, hint = _refused(error)
+        fail(message, hint=hint)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _refused(error: ValidationError) -> tuple[str, str | None]:
+    """The first thing wrong: its field, the reason, and what was given."""
+    from rollserve.records.base import NAME_PATTERN
+
+    first = error.errors(include_url=False, include_context=True)[0]
+    field = ".".join(str(each) for each in first["loc"]) or error.title
+    given = "" if first["type"] == "missing" else f", got {repr(first['input'])[:_SHOWN_CHARS]}"
+    named = first.get("ctx", {}).get("pattern") == NAME_PATTERN
+    reason = "is no name" if named else first["msg"].removeprefix("Value error, ")
+    return f"{field}: {reason}{given}", _NAME if named else None

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollserve.cli.connect import connect
+from rollserve.cli.connect import connect, look
 from rollserve.cli.obstacles import of_backends, policy_state
 from rollserve.cli.options import Where
 from rollserve.cli.output import err, out, print_json, table
+from rollserve.client import Client
+from rollserve.errors import InvalidInput, NotFound, listed, nearest
 from rollserve.records.policy import Backend, BackendState, Policy
+from rollserve.rollouts.addresses import root_of
 from rollserve.wire import CreatePolicy, RegisterBackend
 
 
 async def list_policies(where: Where, *, limit: int, cursor: str | None, as_json: bool) -> None:
-    async with connect(where) as client:
+    async with look(where) as client:
         found = await client.policies(limit=limit, cursor=cursor)
         known = [(each, await client.backends(each.spec.name)) for each in found.items]
     if as_json:
@@ -48,7 +51,7 @@ def _say(policy: Policy, backends: list[Backend]) -> None:
 
 
 async def show(where: Where, name: str, *, as_json: bool) -> None:
-    async with connect(where) as client:
+    async with look(where) as client:
         policy, backends = await client.policy(name), await client.backends(name)
     if as_json:
         print_json(_json(policy, backends))
@@ -93,8 +96,48 @@ async def add_backend(where: Where, name: str, spec: RegisterBackend, *, as_json
         err.print(warning, style="yellow", markup=False, soft_wrap=True)
 
 
-async def set_paused(where: Where, name: str, paused: bool, *, as_json: bool) -> None:
+async def remove_backend(where: Where, name: str, which: str, *, as_json: bool) -> None:
     async with connect(where) as client:
+        backend = await _find(client, name, which)
+        await client.remove_backend(name, backend.id)
+    if as_json:
+        print_json({"removed": backend.id, "url": backend.spec.url})
+    else:
+        out.print(f"backend {backend.id} ({backend.spec.url}) is removed", markup=False, soft_wrap=True)
+
+
+async def drain_backend(where: Where, name: str, which: str, *, as_json: bool) -> None:
+    async with connect(where) as client:
+        backend = await _find(client, name, which)
+        await client.drain_backend(name, backend.id)
+    if as_json:
+        print_json({"draining": backend.id, "url": backend.spec.url})
+        return
+    out.print(f"backend {backend.id} ({backend.spec.url}) gets no more calls", markup=False, soft_wrap=True)
+    back = f"`rollserve policy add-backend {name} {backend.spec.url}` takes it back"
+    out.print(back, markup=False, soft_wrap=True)
+
+
+async def _find(client: Client, policy: str, which: str) -> Backend:
+    """By its id or its URL, with or without ``/v1``. Raises ``NotFound``, of the policy too."""
+    known = await client.backends(policy)
+    for backend in known:
+        if which == backend.id or (_root(which) or which) == _root(backend.spec.url):
+            return backend
+    names = [name for backend in known for name in (backend.id, backend.spec.url)]
+    hint = nearest(which, names, cutoff=0.8) or listed(names)
+    raise NotFound(f"policy {policy!r} has no backend {which!r}", field="backend_id", hint=hint)
+
+
+def _root(url: str) -> str | None:
+    try:
+        return root_of(url)
+    except InvalidInput:
+        return None
+
+
+async def set_paused(where: Where, name: str, paused: bool, *, as_json: bool) -> None:
+    async with look(where) as client:
         policy = await (client.pause_policy(name) if paused else client.resume_policy(name))
     if as_json:
         print_json(policy.model_dump(mode="json"))

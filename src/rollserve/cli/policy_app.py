@@ -95,6 +95,29 @@ def add_backend(
     run_async(add_backend_(connection(url, api_key), name, spec, as_json=as_json))
 
 
+BackendId = Annotated[str, typer.Argument(metavar="ID_OR_URL", help="Id or URL of one of its backends.")]
+
+
+@app.command("remove-backend")
+def remove_backend(
+    name: Name, backend: BackendId, url: Url = None, api_key: Key = None, as_json: Json = False
+) -> None:
+    """Forget an inference server. Calls that it is answering go to another one."""
+    from rollserve.cli.policies import remove_backend as remove_backend_
+
+    run_async(remove_backend_(connection(url, api_key), name, backend, as_json=as_json))
+
+
+@app.command("drain-backend")
+def drain_backend(
+    name: Name, backend: BackendId, url: Url = None, api_key: Key = None, as_json: Json = False
+) -> None:
+    """Send an inference server no more calls; those that it is answering end there."""
+    from rollserve.cli.policies import drain_backend as drain_backend_
+
+    run_async(drain_backend_(connection(url, api_key), name, backend, as_json=as_json))
+
+
 @app.command()
 def pause(name: Name, url: Url = None, api_key: Key = None, as_json: Json = False) -> None:
     """Start no rollout and make no model call of it, until resumed."""

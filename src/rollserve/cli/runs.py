@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rollserve.cli.connect import connect
+from rollserve.cli.connect import connect, look
 from rollserve.cli.options import Where
 from rollserve.cli.output import duration, out, print_json, table
 from rollserve.client import Client
@@ -42,7 +42,7 @@ async def with_counts(client: Client, runs: list[Run]) -> list[Counted]:
 async def list_runs(
     where: Where, *, state: RunState | None, limit: int, cursor: str | None, as_json: bool
 ) -> None:
-    async with connect(where) as client:
+    async with look(where) as client:
         found = await client.runs(state=state, newest=True, limit=limit, cursor=cursor)
         runs = await with_counts(client, found.items)
     if as_json:
@@ -58,7 +58,7 @@ async def list_runs(
 
 
 async def pause(where: Where, run_id: str, *, as_json: bool) -> None:
-    async with connect(where) as client:
+    async with look(where) as client:
         run = await (await client.run(run_id)).pause()
     if as_json:
         print_json(run.model_dump(mode="json"))
@@ -67,7 +67,7 @@ async def pause(where: Where, run_id: str, *, as_json: bool) -> None:
 
 
 async def resume(where: Where, run_id: str, *, as_json: bool) -> None:
-    async with connect(where) as client:
+    async with look(where) as client:
         run = await (await client.run(run_id)).resume()
     if as_json:
         print_json(run.model_dump(mode="json"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollserve.cli.connect import connect
+from rollserve.cli.connect import look
 from rollserve.cli.options import Where
 from rollserve.cli.output import duration, first_line, local_time, out, print_json, table
 from rollserve.records.rollout import Attempt
@@ -12,7 +12,7 @@ from rollserve.wire import RolloutStatus
 
 
 async def show(where: Where, rollout_id: str, *, log: bool, as_json: bool) -> int:
-    async with connect(where) as client:
+    async with look(where) as client:
         now = await client.rollout(rollout_id)
         trajectory = await client.trajectory(rollout_id)
         attempts = [attempt async for attempt in client.attempts(rollout_id)]
@@ -62,11 +62,13 @@ def print_message(message: dict[str, Any]) -> None:
 
 
 async def cancel(where: Where, target: str, *, as_json: bool) -> int:
-    async with connect(where) as client:
+    async with look(where) as client:
         is_group = target.startswith("grp_")
         result = await (client.cancel_group(target) if is_group else client.cancel_rollout(target))
     if as_json:
         print_json(result.model_dump())
-    else:
+    elif result.ended or result.stopping:
         out.print(f"{result.ended} ended, {result.stopping} being stopped")
+    else:
+        out.print(f"{target} has ended already: there was nothing to cancel", markup=False)
     return 0

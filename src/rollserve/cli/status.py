@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollserve.cli.callback import print_counts, show_callback
-from rollserve.cli.connect import connect
+from rollserve.cli.connect import look
 from rollserve.cli.obstacles import Obstacle, in_the_way, of_policy, of_run, policy_state
 from rollserve.cli.options import Where
 from rollserve.cli.output import counted, duration, err, first_line, out, print_json, table
@@ -18,7 +18,7 @@ SHOWN_ROLLOUTS = 8
 
 
 async def status(where: Where, run_id: str | None, *, as_json: bool) -> int:
-    async with connect(where) as client:
+    async with look(where) as client:
         if run_id:
             await _run_status(client, await client.run(run_id), as_json=as_json)
             return 0
@@ -72,10 +72,17 @@ def _show_policies(now: ServerStatus) -> None:
         )
     if now.backends:
         rows = [
-            (b.get("policy"), b.get("id"), b.get("url"), b.get("state"), b.get("in_flight"), b.get("error"))
+            (
+                *(b.get("policy"), b.get("id"), b.get("url"), b.get("state"), _age(b.get("age_s"))),
+                *(b.get("in_flight"), b.get("error")),
+            )
             for b in now.backends
         ]
-        table(("policy", "backend", "url", "state", "in flight", "error"), rows)
+        table(("policy", "backend", "url", "state", "seen", "in flight", "error"), rows)
+
+
+def _age(age_s: float | None) -> str:
+    return "not yet" if age_s is None else f"{duration(age_s)} ago"
 
 
 def _show_obstacles(now: ServerStatus, runs: list[Counted]) -> None:
@@ -94,12 +101,14 @@ def _say(found: list[Obstacle]) -> None:
 
 async def _run_status(client: Client, handle: RunHandle, *, as_json: bool) -> None:
     now = await handle.status()
+    some = await _some_rollouts(client, handle.id)
     if as_json:
-        print_json(now.model_dump(mode="json"))
+        shown = [rollout.model_dump(mode="json") for rollout in some]
+        print_json({**now.model_dump(mode="json"), "rollouts": shown})
         return
     found = [] if now.run.state is RunState.CLOSED else await in_the_way(client, now.run)
     callback = await handle.callback() if now.run.spec.callback else None
-    _show_run(now, await _some_rollouts(client, handle.id))
+    _show_run(now, some)
     if callback is not None:
         show_callback(callback)
     _say(found)

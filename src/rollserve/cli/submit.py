@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
+
+from pydantic import ValidationError
 
 from rollserve.cli.connect import connect
 from rollserve.cli.obstacles import in_the_way
 from rollserve.cli.options import Where
 from rollserve.cli.output import counted, err, out, print_json, table
+from rollserve.cli.tasks import TaskFile
 from rollserve.cli.waiting import Results, wait_for
 from rollserve.client import Client, RunHandle
-from rollserve.records.task import Task
+from rollserve.errors import Conflict, InvalidInput, RollserveError
 from rollserve.wire import OpenRun
 
 SOME_FAILED = 3
@@ -22,35 +26,85 @@ SOME_CANCELLED = 4
 SHOWN_REASONS = 10
 
 
+@dataclass(frozen=True, slots=True)
+class Into:
+    """Where tasks go: into a new run of ``policy``, or into the open one ``run_id``."""
+
+    policy: str | None
+    name: str | None
+    run_id: str | None
+
+    @classmethod
+    def of(cls, *, policy: str | None, name: str | None, run_id: str | None) -> Into:
+        """Raises ``InvalidInput`` for flags that don't say which."""
+        if not policy and not run_id:
+            raise InvalidInput(
+                "name the policy: --policy NAME, or --run RUN for an open run", field="--policy"
+            )
+        if name and run_id:
+            raise InvalidInput("an open run has its name: leave out --name, or --run", field="--name")
+        return cls(policy, name, run_id)
+
+    async def run(self, client: Client) -> RunHandle:
+        """Raises ``InvalidInput`` when the open run is of another policy."""
+        if self.run_id is None:
+            return await client.open_run(OpenRun(policy=self.policy or "", name=self.name))
+        handle = await client.run(self.run_id)
+        if self.policy not in (None, handle.run.spec.policy):
+            what = f"run {handle.id} is of the policy {handle.run.spec.policy!r}, not {self.policy!r}"
+            raise InvalidInput(what, field="--policy", hint="--run needs no --policy")
+        return handle
+
+
 async def submit(
-    where: Where,
-    tasks: list[Task],
-    policy: str,
-    num_rollouts: int,
-    *,
-    name: str | None,
-    run_id: str | None,
-    wait: bool,
-    as_json: bool,
+    where: Where, file: TaskFile, into: Into, num_rollouts: int, *, wait: bool, as_json: bool
 ) -> int:
-    """0, or with ``wait`` ``SOME_FAILED`` or ``SOME_CANCELLED``."""
+    """0, or with ``wait`` ``SOME_FAILED`` or ``SOME_CANCELLED``. A run opened here is closed when its tasks
+    are refused, and after the wait; else it stays open."""
     async with connect(where) as client:
-        handle = (
-            await client.run(run_id) if run_id else await client.open_run(OpenRun(policy=policy, name=name))
-        )
-        groups = await handle.submit(tasks, num_rollouts=num_rollouts)
-        ids = [group.id for group in groups]
-        summary: dict[str, Any] = {"run_id": handle.id, "groups": ids}
+        handle = await into.run(client)
+        own = into.run_id is None
+        ids = await _submitted(handle, file, num_rollouts, own=own)
         if not as_json:
             out.print(f"run {handle.id}: {counted(len(ids), 'group')} of {num_rollouts} submitted")
         results = await _waited(client, handle, ids, quiet=as_json) if wait else None
+        closed = results is not None and own and await _close(handle)
         if results is None and not as_json:
             await _leave(client, handle)
     if as_json:
-        print_json(summary | (_facts(results) if results else {}))
+        print_json(
+            {"run_id": handle.id, "groups": ids, "closed": closed} | (_facts(results) if results else {})
+        )
     elif results is not None:
         _report(results)
+        if closed:
+            out.print(f"run {handle.id} is closed; its results stay", markup=False)
     return _exit_code(results)
+
+
+async def _submitted(handle: RunHandle, file: TaskFile, num_rollouts: int, *, own: bool) -> list[str]:
+    """Ids of the groups. Raises what the server refuses them with, by its place in the file."""
+    try:
+        return [group.id for group in await handle.submit(file.tasks, num_rollouts=num_rollouts)]
+    except (RollserveError, ValidationError) as error:
+        if isinstance(error, RollserveError):
+            file.place(error)
+        if own:
+            await _close(handle)
+        raise
+
+
+async def _close(handle: RunHandle) -> bool:
+    """Whether it is closed now; where not, it is named."""
+    try:
+        await handle.close()
+    except Conflict:  # it was closed elsewhere
+        return True
+    except RollserveError as error:
+        what = f"run {handle.id} could not be closed ({error.message}): `rollserve run close {handle.id}`"
+        err.print(what, style="yellow", markup=False, soft_wrap=True)
+        return False
+    return True
 
 
 async def _waited(client: Client, handle: RunHandle, ids: list[str], *, quiet: bool) -> Results:
@@ -65,7 +119,8 @@ async def _waited(client: Client, handle: RunHandle, ids: list[str], *, quiet: b
 async def _leave(client: Client, handle: RunHandle) -> None:
     for obstacle in await in_the_way(client, handle.run):
         err.print(str(obstacle), style="yellow", markup=False, soft_wrap=True)
-    out.print(f"follow it with `rollserve status {handle.id}`", soft_wrap=True)
+    follow = f"follow it with `rollserve status {handle.id}`"
+    out.print(f"{follow}; it stays open: `rollserve run close {handle.id}` ends it", soft_wrap=True)
 
 
 def _exit_code(results: Results | None) -> int:

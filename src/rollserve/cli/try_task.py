@@ -82,7 +82,7 @@ async def _check_readable(spec: PolicySpec) -> None:
 
 async def _from_backend(target: Target, url: str) -> tuple[Policy, list[Backend]]:
     if target.kind not in list(BackendKind):
-        raise UnknownName("kind", target.kind, list(BackendKind), field="kind")
+        raise UnknownName("kind", target.kind, list(BackendKind), field="kind", list_all=True)
     spec = BackendSpec(url=url, kind=BackendKind(target.kind))
     if not target.model or (not target.tokenizer and spec.kind.interface != "text"):
         raise InvalidInput("--backend needs --model and --tokenizer too")
@@ -258,9 +258,11 @@ async def try_task(
 
 
 def _in(folder: Path, settings: Settings) -> Settings:
-    """All is written to ``folder`` but images: those stay where a server keeps them, for the next try."""
+    """All is written to ``folder`` but images and harnesses: those stay where a server keeps them, for the
+    next try."""
     images = settings.images.model_copy(update={"dir": settings.image_folder})
-    return settings.model_copy(update={"data_dir": folder, "images": images})
+    workers = settings.workers.model_copy(update={"harness_dir": settings.harness_folder})
+    return settings.model_copy(update={"data_dir": folder, "images": images, "workers": workers})
 
 
 def _warn(place: Workplace, task: Task) -> None:

@@ -79,11 +79,23 @@ def _show_findings(every: list[Verification]) -> None:
         for found in sample.findings
     ]
     if not rows:
-        out.print("nothing is wrong" if every else "there is no finished rollout to look at")
+        out.print(_verdict(every))
         return
     table(("rollout", "sample", "wrong", "detail"), rows[:SHOWN])
     if len(rows) > SHOWN:
         out.print(f"and {len(rows) - SHOWN} more: --json has all")
+
+
+def _verdict(every: list[Verification]) -> str:
+    """Where nothing was found. What was not compared is not proven."""
+    if not every:
+        return "there is no finished rollout to look at"
+    samples = [sample for each in every for sample in each.samples]
+    compared = sum(sample.difference.compared for sample in samples if sample.difference)
+    trained = sum(sample.trained for sample in samples)
+    if trained and not compared:
+        return f"not proven: {trained} tokens not compared"
+    return "nothing is wrong"
 
 
 def _placed(found: Finding) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Self
 import msgspec
 
 from rollserve.client.callbacks import Callback, read_callback
-from rollserve.client.http import Transport, to_error
+from rollserve.client.http import Transport, part, to_error
 from rollserve.client.listing import pages, plain
 from rollserve.client.runs import RunHandle
 from rollserve.client.updates import UpdateHandle, Updates, updating
@@ -75,7 +75,7 @@ class Client:
         return Policy.model_validate_json(await self._transport.request("POST", "/v1/policies", plain(spec)))
 
     async def policy(self, name: str) -> Policy:
-        return Policy.model_validate_json(await self._transport.request("GET", f"/v1/policies/{name}"))
+        return Policy.model_validate_json(await self._transport.request("GET", f"/v1/policies/{part(name)}"))
 
     async def policies(self, *, cursor: str | None = None, limit: int = 100) -> Listing[Policy]:
         """One page, by name; ``cursor`` is ``next`` of the page before."""
@@ -86,7 +86,7 @@ class Client:
         """Announce that the policy's backends now serve ``version``."""
         body = {"version": version} | ({"label": label} if label else {})
         return Policy.model_validate_json(
-            await self._transport.request("POST", f"/v1/policies/{policy}/version", body)
+            await self._transport.request("POST", f"/v1/policies/{part(policy)}/version", body)
         )
 
     def updates(self, policy: str) -> Updates:
@@ -104,30 +104,32 @@ class Client:
 
     async def pause_policy(self, policy: str) -> Policy:
         return Policy.model_validate_json(
-            await self._transport.request("POST", f"/v1/policies/{policy}/pause")
+            await self._transport.request("POST", f"/v1/policies/{part(policy)}/pause")
         )
 
     async def resume_policy(self, policy: str) -> Policy:
         return Policy.model_validate_json(
-            await self._transport.request("POST", f"/v1/policies/{policy}/resume")
+            await self._transport.request("POST", f"/v1/policies/{part(policy)}/resume")
         )
 
     async def register_backend(self, policy: str, spec: RegisterBackend) -> Backend:
         """The server probes it first. Raises ``InvalidInput`` when it is no such backend or serves
         another model."""
         return Backend.model_validate_json(
-            await self._transport.request("POST", f"/v1/policies/{policy}/backends", plain(spec))
+            await self._transport.request("POST", f"/v1/policies/{part(policy)}/backends", plain(spec))
         )
 
     async def backends(self, policy: str) -> list[Backend]:
-        path = f"/v1/policies/{policy}/backends"
+        path = f"/v1/policies/{part(policy)}/backends"
         return [Backend.model_validate(item) async for item in pages(self._transport, path)]
 
     async def drain_backend(self, policy: str, backend_id: str) -> None:
-        await self._transport.request("POST", f"/v1/policies/{policy}/backends/{backend_id}/drain")
+        await self._transport.request(
+            "POST", f"/v1/policies/{part(policy)}/backends/{part(backend_id)}/drain"
+        )
 
     async def remove_backend(self, policy: str, backend_id: str) -> None:
-        await self._transport.request("DELETE", f"/v1/policies/{policy}/backends/{backend_id}")
+        await self._transport.request("DELETE", f"/v1/policies/{part(policy)}/backends/{part(backend_id)}")
 
     # -- runs
 
@@ -145,7 +147,7 @@ class Client:
         return read_callback(self._transport, secret, headers, body)
 
     async def run(self, run_id: str) -> RunHandle:
-        raw = await self._transport.request("GET", f"/v1/runs/{run_id}")
+        raw = await self._transport.request("GET", f"/v1/runs/{part(run_id)}")
         return RunHandle(self._transport, RunStatus.model_validate_json(raw).run)
 
     async def runs(
@@ -166,7 +168,7 @@ class Client:
 
     async def rollout(self, rollout_id: str) -> RolloutStatus:
         return RolloutStatus.model_validate_json(
-            await self._transport.request("GET", f"/v1/rollouts/{rollout_id}")
+            await self._transport.request("GET", f"/v1/rollouts/{part(rollout_id)}")
         )
 
     async def rollouts(self, **filters: str | int | None) -> AsyncIterator[Rollout]:
@@ -176,64 +178,66 @@ class Client:
 
     async def attempts(self, rollout_id: str) -> AsyncIterator[Attempt]:
         """Every try, the first one first; all pages."""
-        async for item in pages(self._transport, f"/v1/rollouts/{rollout_id}/attempts"):
+        async for item in pages(self._transport, f"/v1/rollouts/{part(rollout_id)}/attempts"):
             yield Attempt.model_validate(item)
 
     async def trajectory(self, rollout_id: str) -> dict[str, Any]:
-        raw = await self._transport.request("GET", f"/v1/rollouts/{rollout_id}/trajectory")
+        raw = await self._transport.request("GET", f"/v1/rollouts/{part(rollout_id)}/trajectory")
         return msgspec.json.decode(raw, type=dict[str, Any])
 
     async def samples(self, rollout_id: str) -> list[Sample]:
-        raw = await self._transport.request("GET", f"/v1/rollouts/{rollout_id}/samples", msgpack=True)
+        raw = await self._transport.request("GET", f"/v1/rollouts/{part(rollout_id)}/samples", msgpack=True)
         return [from_wire(item) for item in msgspec.msgpack.decode(raw, type=list[WireSample])]
 
     async def drift(self, run_id: str, *, cause: str | None = None) -> AsyncIterator[RolloutDrift]:
         """Where the tokens of the run's rollouts differ from what was sent or consumed; all pages."""
-        async for item in pages(self._transport, f"/v1/runs/{run_id}/drift", cause=cause):
+        async for item in pages(self._transport, f"/v1/runs/{part(run_id)}/drift", cause=cause):
             yield RolloutDrift.model_validate(item)
 
     async def rollout_drift(self, rollout_id: str) -> AsyncIterator[dict[str, Any]]:
         """Each place where a call of its newest attempt drifted; all pages."""
-        async for item in pages(self._transport, f"/v1/rollouts/{rollout_id}/drift"):
+        async for item in pages(self._transport, f"/v1/rollouts/{part(rollout_id)}/drift"):
             yield item
 
     async def verify(self, rollout_id: str, **asked: str | float | bool | None) -> Verification:
         """Check its samples: ``score``, ``backend_id``, ``max_difference``, ``mean_difference``."""
         params = {name: str(each).lower() if isinstance(each, bool) else each for name, each in asked.items()}
-        path = f"/v1/rollouts/{rollout_id}/verify"
+        path = f"/v1/rollouts/{part(rollout_id)}/verify"
         return Verification.model_validate_json(await self._transport.request("POST", path, params=params))
 
     async def log(self, attempt_id: str) -> list[tuple[float, str]]:
-        path = f"/v1/attempts/{attempt_id}/log"
+        path = f"/v1/attempts/{part(attempt_id)}/log"
         return [(float(at), str(line)) async for at, line in pages(self._transport, path)]
 
     async def regrade(self, regrade_id: str) -> RegradeStatus:
         return RegradeStatus.model_validate_json(
-            await self._transport.request("GET", f"/v1/regrades/{regrade_id}")
+            await self._transport.request("GET", f"/v1/regrades/{part(regrade_id)}")
         )
 
     async def gradings(self, regrade_id: str, *, state: str | None = None) -> AsyncIterator[Grading]:
         """All pages."""
-        async for item in pages(self._transport, f"/v1/regrades/{regrade_id}/gradings", state=state):
+        async for item in pages(self._transport, f"/v1/regrades/{part(regrade_id)}/gradings", state=state):
             yield Grading.model_validate(item)
 
     async def cancel_regrade(self, regrade_id: str) -> int:
         """How many gradings will not be made."""
-        raw = await self._transport.request("POST", f"/v1/regrades/{regrade_id}/cancel")
+        raw = await self._transport.request("POST", f"/v1/regrades/{part(regrade_id)}/cancel")
         return RegradeCancelled.model_validate_json(raw).cancelled
 
     async def group(self, group_id: str) -> GroupStatus:
         """With its rollouts counted; ``rollouts(group_id=…)`` are they."""
-        return GroupStatus.model_validate_json(await self._transport.request("GET", f"/v1/groups/{group_id}"))
+        return GroupStatus.model_validate_json(
+            await self._transport.request("GET", f"/v1/groups/{part(group_id)}")
+        )
 
     async def cancel_rollout(self, rollout_id: str) -> Cancelled:
         return Cancelled.model_validate_json(
-            await self._transport.request("POST", f"/v1/rollouts/{rollout_id}/cancel")
+            await self._transport.request("POST", f"/v1/rollouts/{part(rollout_id)}/cancel")
         )
 
     async def cancel_group(self, group_id: str) -> Cancelled:
         return Cancelled.model_validate_json(
-            await self._transport.request("POST", f"/v1/groups/{group_id}/cancel")
+            await self._transport.request("POST", f"/v1/groups/{part(group_id)}/cancel")
         )
 
     async def status(self) -> ServerStatus:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rollserve.client.http import RemoteError, Transport
+from rollserve.client.http import RemoteError, Transport, part
 from rollserve.errors import LeaseLost, QueueFull, RollserveError, StaleEpoch, Unavailable
 from rollserve.records.export import ExportSettings
 from rollserve.records.rollout import Group, Rollout, Stop
@@ -85,17 +85,17 @@ class FinishedGroup:
         """Ours now: not delivered again unless rewound. Idempotent. Raises ``LeaseLost``,
         ``StaleEpoch`` when another trainer took over."""
         if not self._settled:
-            await self._transport.request("POST", f"/v1/deliveries/{self.lease_id}/ack")
+            await self._transport.request("POST", f"/v1/deliveries/{part(self.lease_id)}/ack")
             self._settled = True
 
     async def nack(self) -> None:
         """Give it back: it is delivered again at once. Idempotent."""
         if not self._settled:
-            await self._transport.request("POST", f"/v1/deliveries/{self.lease_id}/nack")
+            await self._transport.request("POST", f"/v1/deliveries/{part(self.lease_id)}/nack")
             self._settled = True
 
     async def renew(self, ttl_s: float | None = None) -> None:
-        await self._transport.request("POST", f"/v1/deliveries/{self.lease_id}/renew", {"ttl_s": ttl_s})
+        await self._transport.request("POST", f"/v1/deliveries/{part(self.lease_id)}/renew", {"ttl_s": ttl_s})
 
 
 def _reason(rollout: Rollout) -> str:
@@ -149,7 +149,7 @@ async def export(transport: Transport, run_id: str, settings: ExportSettings) ->
     body = ExportGroups(**settings.model_dump(include=set(ExportSettings.model_fields)))
     while True:
         raw = await transport.request(
-            "POST", f"/v1/runs/{run_id}/export", body.model_dump(mode="json"), msgpack=True
+            "POST", f"/v1/runs/{part(run_id)}/export", body.model_dump(mode="json"), msgpack=True
         )
         page = msgspec.msgpack.decode(raw, type=ExportPage)
         for item in page.groups:
@@ -166,7 +166,7 @@ async def lease(transport: Transport, run_id: str, body: LeaseGroups) -> list[Fi
     come any more, ``RemoteError`` (``source_failed``) when that is since the task source failed."""
     raw = await transport.request(
         "POST",
-        f"/v1/runs/{run_id}/deliveries",
+        f"/v1/runs/{part(run_id)}/deliveries",
         body.model_dump(),
         msgpack=True,
         repeatable=False,
@@ -197,7 +197,7 @@ def groups_of(transport: Transport, delivery: Delivery) -> list[FinishedGroup]:
 
 async def epoch_of(transport: Transport, run_id: str, trainer: str) -> int:
     """The trainer's epoch now."""
-    raw = await transport.request("GET", f"/v1/runs/{run_id}/trainers/{trainer}")
+    raw = await transport.request("GET", f"/v1/runs/{part(run_id)}/trainers/{part(trainer)}")
     return TrainerStatus.model_validate_json(raw).epoch
 
 

@@ -7,10 +7,12 @@ that carry an idempotency key or are idempotent by meaning. What that is, the ca
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -24,6 +26,8 @@ PROXY_STATUSES = frozenset({429, 502, 503, 504})
 
 
 EXAMPLE_URL = "http://127.0.0.1:8700"
+
+log = logging.getLogger(__name__)
 
 
 class RemoteError(errors.RollserveError):
@@ -65,6 +69,13 @@ def to_error(status: int, body: bytes, retry_after: str | None) -> errors.Rollse
     if not code:
         hint = "this is no answer of a rollserve server: is the URL its root?"
     return RemoteError(detail, code=code or "unknown", status=status, field=field, hint=hint)
+
+
+def part(name: str) -> str:
+    """An id or a name as one part of a path. Raises ``InvalidInput`` for what would be another path."""
+    if name in ("", ".", "..") or "/" in name:
+        raise errors.InvalidInput(f"{name!r} is no id or name of anything", hint="none has a slash in it")
+    return quote(name, safe="")
 
 
 class Transport:
@@ -119,6 +130,8 @@ class Transport:
                 now = asyncio.get_running_loop().time()
                 if not repeatable or now + delay > deadline:
                     raise
+                if attempt == 2:  # one failure is nothing to speak of
+                    log.warning("%s; trying again for up to %g s", error.message, self._patience_s)
                 await asyncio.sleep(delay)
         raise AssertionError("unreachable")
 
@@ -138,8 +151,14 @@ class Transport:
                 f"{self.url!r} is no URL of a server", field="url", hint=f"it looks like {EXAMPLE_URL}"
             ) from error
         except (aiohttp.ClientError, TimeoutError) as error:
-            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
             raise Unreachable(
-                f"no answer from {self.url}: {cause or type(cause).__name__}",
+                f"no answer from {self.url}: {self._cause(error)}",
                 hint="is the server running? `rollserve serve` starts one",
             ) from error
+
+    def _cause(self, error: aiohttp.ClientError | TimeoutError) -> str:
+        """Never empty: a time-out has no text of its own."""
+        cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+        if isinstance(error, TimeoutError) and not str(error):
+            return f"something is there and said nothing for {self._timeout.total:g} s"
+        return str(cause) or type(cause).__name__

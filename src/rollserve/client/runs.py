@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
 from rollserve.client.delivery import ExportedGroup, FinishedGroup, GroupStream, export
-from rollserve.client.http import Transport
+from rollserve.client.http import Transport, part
 from rollserve.client.listing import pages
 from rollserve.records.callback import CallbackMessage, CallbackStatus, MessageState
 from rollserve.records.control import GroupRule
@@ -52,7 +52,7 @@ class RunHandle:
         body = {"groups": [group.model_dump(mode="json", exclude_unset=True) for group in groups]}
         raw = await self._transport.request(
             "POST",
-            f"/v1/runs/{self.id}/groups",
+            f"/v1/runs/{part(self.id)}/groups",
             body,
             headers={"Idempotency-Key": key or secrets.token_hex(16)},
         )
@@ -85,7 +85,7 @@ class RunHandle:
         """What was acked so far is part of the trainer's checkpoint ``name``."""
         raw = await self._transport.request(
             "POST",
-            f"/v1/runs/{self.id}/trainers/{trainer}/commit",
+            f"/v1/runs/{part(self.id)}/trainers/{part(trainer)}/commit",
             {"name": name, "epoch": epoch, "cursor": cursor},
         )
         return Checkpoint.model_validate_json(raw)
@@ -94,7 +94,10 @@ class RunHandle:
         """Back to checkpoint ``name`` (None: the beginning): later groups are delivered again, the
         policy's version is set back, an old trainer is fenced."""
         raw = await self._transport.request(
-            "POST", f"/v1/runs/{self.id}/trainers/{trainer}/rewind", {"name": name}, repeatable=False
+            "POST",
+            f"/v1/runs/{part(self.id)}/trainers/{part(trainer)}/rewind",
+            {"name": name},
+            repeatable=False,
         )
         return Rewound.model_validate_json(raw)
 
@@ -109,12 +112,12 @@ class RunHandle:
         """Begin to grade the run's stored attempts once more. What they were graded before stays."""
         body = {"grader": grader.model_dump(mode="json")}
         headers = {"Idempotency-Key": key or secrets.token_hex(16)}
-        path = f"/v1/runs/{self.id}/regrades"
+        path = f"/v1/runs/{part(self.id)}/regrades"
         raw = await self._transport.request("POST", path, body, headers=headers)
         return Regrade.model_validate_json(raw)
 
     async def regrades(self) -> list[Regrade]:
-        path = f"/v1/runs/{self.id}/regrades"
+        path = f"/v1/runs/{part(self.id)}/regrades"
         return [Regrade.model_validate(item) async for item in pages(self._transport, path)]
 
     async def export(self, settings: ExportSettings | None = None) -> AsyncIterator[ExportedGroup]:
@@ -124,7 +127,7 @@ class RunHandle:
             yield group
 
     async def checkpoints(self, trainer: str = "default") -> list[Checkpoint]:
-        path = f"/v1/runs/{self.id}/trainers/{trainer}/checkpoints"
+        path = f"/v1/runs/{part(self.id)}/trainers/{part(trainer)}/checkpoints"
         return [Checkpoint.model_validate(item) async for item in pages(self._transport, path)]
 
     async def evaluation(
@@ -132,14 +135,14 @@ class RunHandle:
     ) -> Evaluation:
         """Mean reward and pass@k over its tasks. A rollout passes with ``threshold`` or more."""
         asked = _evaluated(k, threshold) | {"confidence": confidence}
-        raw = await self._transport.request("GET", f"/v1/runs/{self.id}/evaluation", params=asked)
+        raw = await self._transport.request("GET", f"/v1/runs/{part(self.id)}/evaluation", params=asked)
         return Evaluation.model_validate_json(raw)
 
     async def evaluation_tasks(
         self, *, k: Sequence[int] = (1,), threshold: float = 1.0
     ) -> AsyncIterator[TaskResult]:
         """The same task by task, the worst first; all pages."""
-        path = f"/v1/runs/{self.id}/evaluation/tasks"
+        path = f"/v1/runs/{part(self.id)}/evaluation/tasks"
         async for item in pages(self._transport, path, **_evaluated(k, threshold)):
             yield TaskResult.model_validate(item)
 
@@ -148,47 +151,55 @@ class RunHandle:
     ) -> Comparison:
         """This run less the run ``other``, on the tasks that both have."""
         asked = _evaluated(k, threshold) | {"confidence": confidence, "other": other}
-        raw = await self._transport.request("GET", f"/v1/runs/{self.id}/evaluation/compare", params=asked)
+        raw = await self._transport.request(
+            "GET", f"/v1/runs/{part(self.id)}/evaluation/compare", params=asked
+        )
         return Comparison.model_validate_json(raw)
 
     async def compare_tasks(self, other: str) -> AsyncIterator[TaskDifference]:
         """The same task by task, what was lost most first; all pages."""
-        path = f"/v1/runs/{self.id}/evaluation/compare/tasks"
+        path = f"/v1/runs/{part(self.id)}/evaluation/compare/tasks"
         async for item in pages(self._transport, path, other=other):
             yield TaskDifference.model_validate(item)
 
     async def callback(self) -> CallbackStatus:
         """Its callback, and its messages counted. Raises ``NotFound`` where it has none."""
-        raw = await self._transport.request("GET", f"/v1/runs/{self.id}/callback")
+        raw = await self._transport.request("GET", f"/v1/runs/{part(self.id)}/callback")
         return CallbackStatus.model_validate_json(raw)
 
     async def messages(self, state: MessageState | None = None) -> AsyncIterator[CallbackMessage]:
         """What its callback was sent or is to be sent; all pages."""
-        path = f"/v1/runs/{self.id}/callback/messages"
+        path = f"/v1/runs/{part(self.id)}/callback/messages"
         async for item in pages(self._transport, path, state=state):
             yield CallbackMessage.model_validate(item)
 
     async def resend(self, ids: Sequence[str] | None = None) -> int:
         """Send dead messages (None: all) again; a stopped callback goes on. How many."""
         body = {} if ids is None else {"ids": list(ids)}
-        raw = await self._transport.request("POST", f"/v1/runs/{self.id}/callback/resend", body)
+        raw = await self._transport.request("POST", f"/v1/runs/{part(self.id)}/callback/resend", body)
         return Resent.model_validate_json(raw).messages
 
     async def status(self) -> RunStatus:
-        return RunStatus.model_validate_json(await self._transport.request("GET", f"/v1/runs/{self.id}"))
+        return RunStatus.model_validate_json(
+            await self._transport.request("GET", f"/v1/runs/{part(self.id)}")
+        )
 
     async def pause(self) -> Run:
         """Start no more of its rollouts; what runs goes on."""
-        return Run.model_validate_json(await self._transport.request("POST", f"/v1/runs/{self.id}/pause"))
+        return Run.model_validate_json(
+            await self._transport.request("POST", f"/v1/runs/{part(self.id)}/pause")
+        )
 
     async def resume(self) -> Run:
-        return Run.model_validate_json(await self._transport.request("POST", f"/v1/runs/{self.id}/resume"))
+        return Run.model_validate_json(
+            await self._transport.request("POST", f"/v1/runs/{part(self.id)}/resume")
+        )
 
     async def close(self) -> RunClosed:
         """No new groups; what is queued or running is cancelled. Final."""
-        raw = await self._transport.request("POST", f"/v1/runs/{self.id}/close")
+        raw = await self._transport.request("POST", f"/v1/runs/{part(self.id)}/close")
         return RunClosed.model_validate_json(raw)
 
     async def prune(self) -> None:
         """Forget a closed run, payloads included."""
-        await self._transport.request("DELETE", f"/v1/runs/{self.id}")
+        await self._transport.request("DELETE", f"/v1/runs/{part(self.id)}")

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from rollserve.client.http import Transport
+from rollserve.client.http import Transport, part
 from rollserve.errors import LeaseLost, RollserveError
 from rollserve.records.policy import Policy
 from rollserve.records.update import UpdateMode, UpdateState, WeightUpdate
@@ -21,7 +21,7 @@ class Updates:
 
     def __init__(self, transport: Transport, policy: str) -> None:
         self._transport = transport
-        self._path = f"/v1/policies/{policy}/updates"
+        self._path = f"/v1/policies/{part(policy)}/updates"
 
     async def begin(self, mode: UpdateMode, lease_s: float) -> WeightUpdate:
         body = {"mode": mode.value, "lease_s": lease_s}
@@ -30,7 +30,7 @@ class Updates:
 
     async def get(self, update_id: str) -> WeightUpdate:
         return WeightUpdate.model_validate_json(
-            await self._transport.request("GET", f"{self._path}/{update_id}")
+            await self._transport.request("GET", f"{self._path}/{part(update_id)}")
         )
 
     async def commit(
@@ -48,16 +48,16 @@ class Updates:
             body["canary"] = [float(value) for value in canary]
         if adapter_path is not None:
             body["adapter_path"] = adapter_path
-        raw = await self._transport.request("POST", f"{self._path}/{update_id}/commit", body)
+        raw = await self._transport.request("POST", f"{self._path}/{part(update_id)}/commit", body)
         return Policy.model_validate_json(raw)
 
     async def abort(self, update_id: str) -> WeightUpdate:
-        raw = await self._transport.request("POST", f"{self._path}/{update_id}/abort")
+        raw = await self._transport.request("POST", f"{self._path}/{part(update_id)}/abort")
         return WeightUpdate.model_validate_json(raw)
 
     async def renew(self, update_id: str, lease_s: float | None = None) -> WeightUpdate:
         body = {} if lease_s is None else {"lease_s": lease_s}
-        raw = await self._transport.request("POST", f"{self._path}/{update_id}/renew", body)
+        raw = await self._transport.request("POST", f"{self._path}/{part(update_id)}/renew", body)
         return WeightUpdate.model_validate_json(raw)
 
     async def ready(self, update_id: str) -> WeightUpdate:

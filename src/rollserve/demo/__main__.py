@@ -30,6 +30,7 @@ from rollserve.errors import InfrastructureFailure, RollserveError, UnknownName
 from rollserve.records.rollout import RolloutState
 
 OBSERVE_EVERY_S = 0.5
+SAY_EVERY_S = 3.0
 VLLM_PLUGIN = "rollserve_file"
 UNSAFE_RUNTIME = "process"
 
@@ -157,7 +158,11 @@ class Demo:
             backend = self._start_backend()
             server = self._start_server()
             await self._processes.wait_ready(server, f"{self._server_url}/readyz", 60)
+            self._console.print(
+                "the rollserve server is up; waiting for the inference server to load the model"
+            )
             await self._processes.wait_ready(backend, f"{self._backend_url}/health", 300)
+            self._console.print("both are up; the trainer starts, its first step takes a few seconds")
             progress = self._output / "progress.jsonl"
             progress.unlink(missing_ok=True)
             trainer = self._start_trainer(progress)
@@ -171,16 +176,28 @@ class Demo:
         """A tiny policy, warm-started for a few seconds so that it has the skill and not the habit."""
         started = time.monotonic()
         self._console.print(
-            f"making and warm-starting a tiny policy (seed {self._options.seed}), half a minute or so"
+            f"making and warm-starting a tiny policy (seed {self._options.seed}), half a minute to two"
         )
         command = [
             *(sys.executable, "-m", "rollserve.trainers.tiny"),
             *("--out", str(self._model_dir), "--seed", str(self._options.seed)),
         ]
         making = self._processes.start("model", command)
-        await asyncio.to_thread(making.process.wait)
+        await self._say_progress(making)
         self._processes.check()
         self._console.print(f"policy ready after {time.monotonic() - started:.0f} s")
+
+    async def _say_progress(self, making: Running) -> None:
+        """Until it has ended: its last words every few seconds."""
+        begun = said_at = time.monotonic()
+        while making.process.poll() is None:
+            await asyncio.sleep(0.1)
+            now = time.monotonic()
+            if now - said_at >= SAY_EVERY_S:
+                said_at = now
+                self._console.print(
+                    f"  {now - begun:.0f} s: {making.tail(1) or 'loading PyTorch'}", markup=False
+                )
 
     @property
     def _model_dir(self) -> Path:

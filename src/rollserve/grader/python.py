@@ -40,6 +40,7 @@ class PythonGrader:
 
     def __init__(self, hosts: CodeHosts, info: CodeInfo, options: Mapping[str, Any]) -> None:
         self._hosts = hosts
+        self._info = info
         self._path = info.path
         self._ours, theirs = split_options(options)
         check_arguments(info.parameters, theirs, field=FIELD)
@@ -63,7 +64,7 @@ class PythonGrader:
         if grading.model is not None:
             handlers = {**handlers, **model_handlers(grading.model)}
         async with self._hosts.open(
-            Use.LEAF, handlers=handlers, log=grading.log, pause=grading.pause
+            Use.LEAF, handlers=handlers, log=grading.log, pause=grading.pause, code=(self._info,)
         ) as host:
             try:
                 grade = await host.call("grade", order, Grade, timeout_s=self._ours.timeout_s)

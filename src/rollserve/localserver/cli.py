@@ -42,6 +42,31 @@ def main(argv: Seq[str] | None = None) -> int:
     args = parser().parse_args(argv)
     torch.set_num_threads(args.threads)
     try:
+        listening = _bound(args.host, args.port)
+    except OSError as error:
+        sys.stderr.write(f"error: can't listen on {args.host}:{args.port}: {error.strerror or error}\n")
+        sys.stderr.write("hint:  choose another with --port PORT\n")
+        return 1
+    with listening:
+        return _serve(args, listening)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Taken before the model is loaded, which takes minutes; nobody is let in until it is. Raises
+    ``OSError``."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def _serve(args: argparse.Namespace, listening: socket.socket) -> int:
+    try:
         module = load_model(args.model, device=args.device, dtype=args.dtype)
         model = BatchModel(module, max_batch=args.max_batch, max_model_len=args.max_model_len)
     except RollserveError as error:
@@ -61,7 +86,7 @@ def main(argv: Seq[str] | None = None) -> int:
         timeout_graceful_shutdown=3,
     )
     try:
-        _Server(config, settings.served_model_name).run()
+        _Server(config, settings.served_model_name).run(sockets=[listening])
     except KeyboardInterrupt:
         return 130
     return 0

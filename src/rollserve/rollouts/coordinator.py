@@ -15,6 +15,7 @@ from rollserve.rollouts.bell import Bell, Bells
 from rollserve.rollouts.board import Board
 from rollserve.rollouts.callbacks import Callbacks
 from rollserve.rollouts.cancel import Canceller
+from rollserve.rollouts.checkups import Checkups
 from rollserve.rollouts.deadlines import Deadlines
 from rollserve.rollouts.delivery import Deliveries, SampleMaker
 from rollserve.rollouts.drift import Drifts
@@ -67,6 +68,7 @@ class Coordinator:
         self._templates = Templates(ports, happened=happened)
         self.policies = Policies(ports, self._templates, changed=self._wake, happened=happened)
         self.updates = Updates(ports, self.policies, self._fleet)
+        self._checkups = Checkups(ports, self.policies, self._fleet)
         judging, dated = Bell(), Bell()
         stops = Stops(ports, self._board)
         ends = GroupEnds(
@@ -96,7 +98,7 @@ class Coordinator:
             self.tally,
             wake=self._wake,
             dated=dated,
-            on_backend=self.policies.report,
+            on_backend=self._checkups.report,
         )
         canceller = Canceller(ports, stops, ends, self.tally, happened=happened)
         self.runs = Runs(
@@ -130,7 +132,14 @@ class Coordinator:
         self.verifier = Verifier(ports, self.trajectories)
         self.events = EventFeed(ports, happened=happened)
         self.status = Status(
-            ports, self._board, self._fleet, self.deliveries, self.events, self.tally, self._lag
+            ports,
+            self._board,
+            self._fleet,
+            self._checkups,
+            self.deliveries,
+            self.events,
+            self.tally,
+            self._lag,
         )
         self._life: asyncio.Task[None] | None = None
 
@@ -149,6 +158,7 @@ class Coordinator:
                 tasks.create_task(self.events.run(), name="events")
                 tasks.create_task(self._templates.run(), name="templates")
                 tasks.create_task(self.updates.run(), name="updates")
+                tasks.create_task(self._checkups.run(), name="checkups")
                 tasks.create_task(self._deadlines.run(), name="deadlines")
                 tasks.create_task(self._judge.run(), name="filters")
                 tasks.create_task(self._sources.run(), name="sources")

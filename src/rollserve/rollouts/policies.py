@@ -23,6 +23,7 @@ from rollserve.records.policy import (
     Policy,
     PolicySpec,
 )
+from rollserve.rollouts.addresses import root_of
 from rollserve.rollouts.bell import Bell
 from rollserve.rollouts.pages import every
 from rollserve.rollouts.patience import patiently
@@ -57,6 +58,15 @@ def backend_json(backend: Backend) -> bytes:
     if backend.spec.api_key is not None:
         data["spec"]["api_key"] = backend.spec.api_key.get_secret_value()
     return msgspec.json.encode(data)
+
+
+def _differences(there: PolicySpec, asked: PolicySpec) -> str:
+    """Field by field, for who has forgotten what the policy is."""
+    kept, wanted = there.model_dump(mode="json"), asked.model_dump(mode="json")
+    differ = [
+        f"{name} is {kept[name]!r}, not {wanted[name]!r}" for name in kept if kept[name] != wanted[name]
+    ]
+    return f"there {', '.join(differ)}; give this one another name"
 
 
 def _check_interface(spec: BackendSpec, policy: PolicySpec) -> None:
@@ -112,7 +122,11 @@ class Policies:
                 field="tokenizer",
                 hint="only one whose backends give text and no token ids (interface 'text') goes without",
             )
-        await self._store.create_policy(Policy(spec=spec))
+        try:
+            await self._store.create_policy(Policy(spec=spec))
+        except Conflict as error:
+            error.hint = _differences((await self._store.get_policy(spec.name)).spec, spec)
+            raise
         self._templates.ask(spec.name)
         return await self.tell(spec.name)
 
@@ -160,7 +174,7 @@ class Policies:
     async def shared_with(self, backend: Backend) -> str | None:
         """Another policy that the same server is registered for."""
         for other in await every(self._store.list_backends):
-            if other.spec.url == backend.spec.url and other.policy != backend.policy:
+            if root_of(other.spec.url) == root_of(backend.spec.url) and other.policy != backend.policy:
                 return other.policy
         return None
 
@@ -169,15 +183,16 @@ class Policies:
 
     # -- backends
     async def register(self, name: str, spec: BackendSpec) -> Backend:
-        """Probe first: nothing is kept of a URL that is no backend or serves another model. The same
-        URL again replaces its settings and makes it active. Raises ``InvalidInput``, and ``Conflict`` for
-        one more than ``MAX_BACKENDS``."""
+        """Probe first: nothing is kept of a URL that is no backend or serves another model. The same server
+        again, however its URL is written, keeps its id, gets the new settings and is active. Raises
+        ``InvalidInput``, and ``Conflict`` for one more than ``MAX_BACKENDS``."""
         policy = await self._store.get_policy(name)
         _check_interface(spec, policy.spec)
+        spec = spec.model_copy(update={"url": root_of(spec.url)})
         await self._check_readable(policy)
         info = await self._checked(spec, policy.spec.model)
         async with self._changing:
-            known = {backend.spec.url: backend.id for backend in await self.registered(name)}
+            known = {root_of(backend.spec.url): backend.id for backend in await self.registered(name)}
             if spec.url not in known and len(known) >= MAX_BACKENDS:
                 raise Conflict(
                     f"policy {name!r} has {MAX_BACKENDS} backends", hint="remove those that are gone"
@@ -199,8 +214,6 @@ class Policies:
             raise
 
     async def _checked(self, spec: BackendSpec, model: str) -> BackendInfo:
-        if not spec.url.startswith(("http://", "https://")):
-            raise InvalidInput(f"{spec.url!r} is no http:// or https:// address", field="url")
         try:
             info = await self._probe(spec, model)
         except BackendError as error:

@@ -10,6 +10,7 @@ from typing import Any
 from rollserve.errors import QueueFull, Unavailable
 from rollserve.records.policy import Backend, BackendState, Policy
 from rollserve.rollouts.board import Board
+from rollserve.rollouts.checkups import Checkups
 from rollserve.rollouts.delivery import Deliveries
 from rollserve.rollouts.events import EventFeed
 from rollserve.rollouts.fleet import Fleet
@@ -23,7 +24,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """Counters only grow; ``stages`` and ``slots`` are summed over all workers; ``backends`` and
-    ``policies`` are the first 1000; ``callbacks`` are messages by state; ``bins`` are the histograms of all
+    ``policies`` are the first 1000; ``age_s`` of a backend is how long ago its state was last seen to be so
+    (None: not since the start); ``callbacks`` are messages by state; ``bins`` are the histograms of all
     runs together (``store.base.Store.run_bins``)."""
 
     uptime_s: float
@@ -55,6 +57,7 @@ class Status:
         ports: Ports,
         board: Board,
         fleet: Fleet,
+        checkups: Checkups,
         deliveries: Deliveries,
         feed: EventFeed,
         tally: Tally,
@@ -64,6 +67,7 @@ class Status:
         self._clock = ports.clock
         self._board = board
         self._fleet = fleet
+        self._checkups = checkups
         self._deliveries = deliveries
         self._feed = feed
         self._tally = tally
@@ -91,7 +95,10 @@ class Status:
             waiting_leases=self._deliveries.waiting,
             event_readers=self._feed.readers,
             loop_lag_ms_p99=max(self._lag.p99_ms, self._fleet.loop_lag_ms_p99),
-            backends=[live.get(backend["id"], {}) | backend for backend in self._backends],
+            backends=[
+                live.get(backend["id"], {}) | backend | {"age_s": self._checkups.age_s(backend["id"])}
+                for backend in self._backends
+            ],
             policies=self._policies,
             callbacks=self._callbacks,
             bins=self._bins,

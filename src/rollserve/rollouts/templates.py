@@ -11,7 +11,7 @@ import asyncio
 import logging
 
 from rollserve.errors import InvalidInput, NotFound
-from rollserve.records.policy import Policy
+from rollserve.records.policy import Policy, TemplateFinding, TemplateReport
 from rollserve.rollouts.bell import Bell
 from rollserve.rollouts.pages import every
 from rollserve.rollouts.patience import patiently
@@ -32,6 +32,25 @@ def trouble_of(policy: Policy) -> str | None:
     if is_probed(policy) or policy.template is None:
         return None
     return policy.template.keep.detail or "its chat template could not be probed"
+
+
+_VERDICTS = {
+    "exact": "every kind of conversation that was tried goes on from its exact tokens",
+    "exceptions": "most kinds of conversation go on from their exact tokens; not exact: {cases}",
+    "inexact": "conversations do not go on from their exact tokens: {detail}",
+    "unknown": "it could not be probed: {detail}",
+}
+
+
+def in_words(name: str, finding: TemplateFinding) -> str:
+    """One line for whoever runs the server."""
+    keep, strip = _said(finding.keep), _said(finding.strip)
+    said = keep if keep == strip else f"runs that keep earlier thinking: {keep}; that strip it: {strip}"
+    return f"chat template of policy {name!r}: {said} (docs/backends.md, Templates, says what this means)"
+
+
+def _said(report: TemplateReport) -> str:
+    return _VERDICTS[report.verdict].format(cases=", ".join(report.exceptions), detail=report.detail)
 
 
 class Templates:
@@ -85,6 +104,5 @@ class Templates:
             await patiently(self._clock, lambda: self._store.set_policy_template(name, finding))
         except NotFound:
             return
-        verdicts = (finding.keep.verdict, finding.strip.verdict)
-        log.info("template of policy %s: keep %s, strip %s", name, *verdicts)
+        log.info("%s", in_words(name, finding))
         self._happened.ring()

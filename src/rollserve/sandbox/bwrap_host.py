@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 
 from rollserve.sandbox import image as images
+from rollserve.sandbox import processes
 from rollserve.sandbox.base import WORKDIR, SandboxSpec
 from rollserve.sandbox.images.base import Image
 from rollserve.sandbox.images.bench import Writes
@@ -81,17 +82,24 @@ class HostFinder:
             except (OSError, ImportError, subprocess.SubprocessError) as error:
                 self.failure = f"bubblewrap can't be used: {error}"
             if self._host is None:
-                self.close()
+                self._let_go()
         return self._host
+
+    def _let_go(self) -> None:
+        """A probe that was killed may still be ending in the folder: that is left to the reaper then."""
+        try:
+            self.close()
+        except OSError as error:
+            self.failure += f" (its folder could not be removed: {error})"
 
     def close(self) -> None:
         """Let go of files and folders; the next ``find`` looks anew."""
-        self._host = None
-        if self._folder is not None:
-            self._folder.close()
-        if self._filter is not None:
-            self._filter.close()
-        self._folder = self._filter = None
+        folder, sieve = self._folder, self._filter
+        self._host = self._folder = self._filter = None
+        if sieve is not None:
+            sieve.close()
+        if folder is not None:
+            folder.close()
 
     def leave_word(self, groups: Iterable[Path]) -> None:
         """Of the control groups that are made, for whoever removes the folder of this worker."""
@@ -105,8 +113,17 @@ class HostFinder:
                 for folder in folders:
                     if (folder / _GROUPS).is_file():
                         groups += map(Path, (folder / _GROUPS).read_text().splitlines())
+                    self._end_orphans(folder)
                     remove_tree(folder)
+        if self._folder is not None:
+            self._end_orphans(self._folder.path)
         return groups
+
+    def _end_orphans(self, folder: Path) -> None:
+        """A bwrap that is killed right after it started its child leaves that waiting for word for ever: it
+        has not asked to die with its parent yet. It is told by the folder on its command line."""
+        users = {os.geteuid(), self.uid()}
+        processes.kill_all(lambda: _orphans(folder, users), within_s=_PROBE_TIMEOUT_S)
 
     def uid(self) -> int:
         """Root hands sandboxes to another user where that user exists in its own namespace."""
@@ -197,6 +214,19 @@ def _choices() -> Iterator[tuple[bool, ...]]:
     return iter(
         sorted(product((True, False), repeat=4), key=lambda choice: (choice.count(False), not choice[0]))
     )
+
+
+def _orphans(folder: Path, users: set[int]) -> Iterator[int]:
+    """Started for a sandbox of this folder, and no longer below this process."""
+    mark, own = os.fsencode(folder.name), os.getpid()
+    for pid in processes.all_pids():
+        try:
+            place = Path(f"/proc/{pid}")
+            ours = mark in (place / "cmdline").read_bytes() and place.stat().st_uid in users
+        except OSError:
+            continue
+        if ours and not processes.is_below(pid, own):
+            yield pid
 
 
 def _copy_binary(bwrap: Path, folder: Path) -> None:

@@ -113,6 +113,14 @@ def descendants(root: int, *, since_ticks: int) -> list[int]:
     return found
 
 
+def is_below(pid: int, root: int) -> bool:
+    """Whether ``root`` is ``pid``, or an ancestor of it as things stand."""
+    while pid > 1 and pid != root:
+        fields = _stat_fields(pid)
+        pid = int(fields[1]) if len(fields) > 1 else 0
+    return pid == root
+
+
 def kill_tree(root: int, *, since_ticks: int) -> set[int]:
     """Kill ``root`` and its descendants since ``since_ticks``; returns them all.
 

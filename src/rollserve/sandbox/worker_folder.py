@@ -39,8 +39,10 @@ class WorkerFolder:
 
 def _end(path: Path, lock: int, pid: int) -> None:
     if pid == os.getpid():  # not in a fork of it
-        remove_tree(path)
-        os.close(lock)
+        try:
+            remove_tree(path)
+        finally:
+            os.close(lock)  # what could not be removed is the reaper's now
 
 
 @contextmanager

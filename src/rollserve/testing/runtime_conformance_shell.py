@@ -137,7 +137,7 @@ class ShellChecks(RuntimeChecks):
             ticks = asyncio.create_task(count_ticks())
             result = await box.exec("yes", timeout_s=1.0)
             ticks.cancel()
-            assert result.timed_out
+            assert result.timed_out, result
             assert result.elided_bytes > 1 << 20
             assert len(result.output) < 70000
             assert ticks_of(ticks) > 20, "the event loop was held up"

@@ -6,7 +6,7 @@ the use ends, its process and every process it started are killed.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
@@ -22,6 +22,9 @@ Handler = Callable[[bytes], Awaitable[object]]
 ``RollserveError`` it raises is raised again, as the same class, in the user's code."""
 
 Handlers = Mapping[str, Handler]
+Stamp = tuple[int, int, int]
+"""Of a file: when it was modified (ns), its size in bytes, its inode."""
+
 LogLine = Callable[[str], None]
 Pause = Callable[[], AbstractContextManager[None]]
 
@@ -50,7 +53,8 @@ class CodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     ``wants_sandbox``: a tool's first parameter is called ``sandbox``. ``version`` is
     ``sha256:<hex of the module's source>``, followed by `` <distribution>==<version>`` where the
     module belongs to an installed one. ``forkable``: importing it started no thread, so that the
-    zygote may hold it."""
+    zygote may hold it. ``files``: the sources in the folder of code that were imported by then.
+    ``generation``: which of the hosts' states of the code this is of."""
 
     path: str
     role: Role
@@ -61,6 +65,8 @@ class CodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     wants_sandbox: bool = False
     version: str = ""
     forkable: bool = True
+    files: dict[str, Stamp | None] = {}
+    generation: int = 0
 
 
 class Ending(StrEnum):
@@ -108,12 +114,19 @@ class CodeHosts(Protocol):
     """Opens hosts, and knows import paths."""
 
     async def describe(self, path: str, role: Role, *, field: str) -> CodeInfo:
-        """Import ``path`` in a host and check that it can be used as ``role``; cached. Raises
-        ``InvalidInput`` with ``field`` when it can't."""
+        """Import ``path`` in a host and check that it can be used as ``role``; cached until a file it was
+        loaded from changes. Raises ``InvalidInput`` with ``field`` when it can't."""
 
     def open(
-        self, use: Use, *, handlers: Handlers, log: LogLine, pause: Pause = nullcontext
+        self,
+        use: Use,
+        *,
+        handlers: Handlers,
+        log: LogLine,
+        pause: Pause = nullcontext,
+        code: Sequence[CodeInfo] = (),
     ) -> AbstractAsyncContextManager[CodeHost]:
         """A host for the length of the ``async with``; its process is gone afterwards. Waits for a
-        free slot inside ``pause()``. What it prints goes to ``log``, bounded. Raises
-        ``InfrastructureFailure`` when no process can be started."""
+        free slot inside ``pause()``. What it prints goes to ``log``, bounded. It runs ``code`` as it was
+        when it was described, though its files changed since. Raises ``InfrastructureFailure`` when no
+        process can be started, or that code is held no more."""

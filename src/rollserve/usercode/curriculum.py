@@ -8,7 +8,7 @@ import msgspec
 
 from rollserve.errors import ConfigError
 from rollserve.usercode import params
-from rollserve.usercode.base import CodeHosts, Use
+from rollserve.usercode.base import CodeHosts, Role, Use
 
 TIMEOUT_S = 30.0
 """For one answer."""
@@ -24,9 +24,10 @@ class HostedCurriculum:
 
     async def next_tasks(self, path: str, arguments: dict[str, Any]) -> list[int | dict[str, Any]] | None:
         """Lines of the source by number, or tasks; None when there are no more. Raises ``CodeFault``;
-        ``ConfigError`` for an answer that is neither."""
+        ``ConfigError`` for an answer that is neither; ``InvalidInput`` when the function is there no more."""
+        info = await self._hosts.describe(path, Role.ANY, field="curriculum")
         order = params.RunFunction(path=path, arguments_json=msgspec.json.encode(arguments))
-        async with self._hosts.open(Use.LEAF, handlers={}, log=_ignore) as host:
+        async with self._hosts.open(Use.LEAF, handlers={}, log=_ignore, code=(info,)) as host:
             answer = await host.call("function", order, params.Json, timeout_s=TIMEOUT_S)
         try:
             return msgspec.json.decode(answer.data, type=list[int | dict[str, Any]] | None)

@@ -28,9 +28,10 @@ class HostedFilters:
 
     async def keeps(self, path: str, arguments: dict[str, Any]) -> bool:
         """Whether the function wants the group. Raises ``CodeFault``; ``ConfigError`` for an answer that
-        is no bool."""
+        is no bool; ``InvalidInput`` when the function is there no more."""
+        info = await self._hosts.describe(path, Role.ANY, field="filter")
         order = params.RunFunction(path=path, arguments_json=msgspec.json.encode(arguments))
-        async with self._hosts.open(Use.LEAF, handlers={}, log=_ignore) as host:
+        async with self._hosts.open(Use.LEAF, handlers={}, log=_ignore, code=(info,)) as host:
             answer = await host.call("function", order, params.Json, timeout_s=TIMEOUT_S)
         value = msgspec.json.decode(answer.data)
         if not isinstance(value, bool):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -15,8 +16,17 @@ import msgspec
 from rollserve.errors import ConfigError, InfrastructureFailure, InvalidInput
 from rollserve.usercode import params
 from rollserve.usercode.base import CodeFault, CodeInfo, Handlers, LogLine, Pause, Role, Use
+from rollserve.usercode.generation import Generation
 from rollserve.usercode.host import Host
 from rollserve.usercode.zygote_client import ZygoteClient
+
+log = logging.getLogger(__name__)
+
+KEPT = 4
+"""Earlier states of the code that are held for what began with them, at rest or not."""
+
+TRIES = 3
+"""Of an import whose files change meanwhile."""
 
 
 class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +44,10 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ZygoteHosts:
-    """``CodeHosts`` by forking from a zygote, which starts with the first use.
+    """``CodeHosts`` by forking from a zygote, which starts with the first use. Once a file that it was
+    loaded from has changed (``describe`` looks), there is a new generation: a zygote that loads the files
+    anew. What was described before runs on with the old one; of those, ``KEPT`` are held, and any
+    that has a host.
 
     ``code_dir`` goes on the import path of hosts only. At most ``max_hosts`` agents and ``max_hosts``
     other uses are alive at once; more wait, first come first served. ``preload`` names import paths
@@ -56,16 +69,16 @@ class ZygoteHosts:
         self._settings = settings or HostSettings()
         self._slots = {use: asyncio.Semaphore(max_hosts) for use in Use}
         self._ids = itertools.count(1)
-        self._zygote: ZygoteClient | None = None
+        self._now = Generation(1)
+        self._old: list[Generation] = []
         self._starting = asyncio.Lock()
         self._describing = asyncio.Lock()
-        self._known: dict[tuple[str, Role], CodeInfo] = {}
         self._closed = False
 
     async def start(self) -> None:
         """Start the zygote, check and preload. Raises ``ConfigError`` (field ``preload.<i>``),
         ``InfrastructureFailure``."""
-        await self._running_zygote()
+        await self._running_zygote(self._now)
         for index, path in enumerate(self._preload):
             try:
                 await self.describe(path, Role.ANY, field=f"preload.{index}")
@@ -76,55 +89,115 @@ class ZygoteHosts:
         """Kill every host and the zygote; returns when they are gone."""
         self._closed = True
         async with self._starting:
-            if self._zygote is not None:
-                await self._zygote.close()
+            for generation in (*self._old, self._now):
+                await generation.close()
 
     @property
     def live(self) -> int:
         """How many host processes there are."""
-        return 0 if self._zygote is None else len(self._zygote.hosts)
+        return sum(generation.live for generation in (*self._old, self._now))
 
     async def describe(self, path: str, role: Role, *, field: str) -> CodeInfo:
-        if (known := self._known.get((path, role))) is not None:
+        if (known := (await self._current()).known.get((path, role))) is not None:
             return known
         async with self._describing:
-            if (known := self._known.get((path, role))) is not None:
-                return known
-            info = await self._describe(path, role, field)
-            self._known[path, role] = info
-            return info
+            for _ in range(TRIES):
+                generation = await self._current()
+                if (known := generation.known.get((path, role))) is not None:
+                    return known
+                info = await self._describe(generation, path, role, field)
+                if generation is await self._current():  # else what was looked at is not what is held
+                    generation.known[path, role] = info
+                    return info
+        raise InfrastructureFailure(f"the files of {path!r} keep changing", operation="code_host.describe")
 
-    async def _describe(self, path: str, role: Role, field: str) -> CodeInfo:
+    async def _current(self) -> Generation:
+        """The generation of what the files are now."""
+        generation = self._now
+        if not generation.files:
+            return generation
+        changed = await asyncio.to_thread(generation.changed)
+        if changed and self._now is generation:
+            self._old.append(generation)
+            self._now = Generation(generation.number + 1)
+            log.info("code has changed and is loaded anew: %s", ", ".join(changed))
+            await self._forget_old()
+        return self._now
+
+    async def _forget_old(self) -> None:
+        """Those at rest beyond what is kept, the oldest first."""
+        async with self._starting:
+            for generation in [each for each in self._old if not each.live]:
+                if len(self._old) > KEPT:
+                    await generation.close()
+                    self._old.remove(generation)
+
+    async def _describe(self, generation: Generation, path: str, role: Role, field: str) -> CodeInfo:
+        order = params.Describe(path, role, self._code_dir or "")
         try:
-            async with self.open(Use.LEAF, handlers={}, log=lambda line: None) as host:
-                info = await host.call(
-                    "describe", params.Describe(path, role), CodeInfo, timeout_s=self._settings.describe_s
-                )
+            async with self._opened(
+                generation, Use.LEAF, handlers={}, log=lambda line: None, pause=nullcontext
+            ) as host:
+                info = await host.call("describe", order, CodeInfo, timeout_s=self._settings.describe_s)
         except InvalidInput as error:
             raise InvalidInput(error.message, field=field) from error
         except CodeFault as fault:
             raise InvalidInput(f"{path!r} can't be loaded: {fault.report}", field=field) from fault
+        generation.learn(info)
         if info.forkable:
-            await self._hold(path, role)
-        return info
+            await self._hold(generation, path, role)
+        return msgspec.structs.replace(info, generation=generation.number)
 
-    async def _hold(self, path: str, role: Role) -> None:
+    async def _hold(self, generation: Generation, path: str, role: Role) -> None:
         """Let the zygote import what a host has imported without trouble. Should it make trouble
         after all, the zygote is replaced by one that does without."""
-        zygote = await self._running_zygote()
+        zygote = await self._running_zygote(generation)
         try:
             await zygote.preload(path, role, timeout_s=self._settings.describe_s)
         except TimeoutError:
             await zygote.close()
 
+    def _of(self, code: Sequence[CodeInfo]) -> Generation:
+        """Raises ``InfrastructureFailure`` when it is held no more: whoever asks describes it anew."""
+        numbers = {info.generation for info in code} or {self._now.number}
+        held = {each.number: each for each in (*self._old, self._now)}
+        found = held.get(min(numbers))
+        if found is None or len(numbers) > 1 or (found is not self._now and not _holds(found, code)):
+            paths = ", ".join(info.path for info in code)
+            raise InfrastructureFailure(
+                f"the code of {paths} has changed meanwhile", operation="code_host.start"
+            )
+        return found
+
     @asynccontextmanager
     async def open(
-        self, use: Use, *, handlers: Handlers, log: LogLine, pause: Pause = nullcontext
+        self,
+        use: Use,
+        *,
+        handlers: Handlers,
+        log: LogLine,
+        pause: Pause = nullcontext,
+        code: Sequence[CodeInfo] = (),
     ) -> AsyncIterator[Host]:
+        async with self._opened(None, use, handlers=handlers, log=log, pause=pause, code=code) as host:
+            yield host
+
+    @asynccontextmanager
+    async def _opened(
+        self,
+        generation: Generation | None,
+        use: Use,
+        *,
+        handlers: Handlers,
+        log: LogLine,
+        pause: Pause,
+        code: Sequence[CodeInfo] = (),
+    ) -> AsyncIterator[Host]:
+        """Of ``generation``, or of that of ``code``."""
         with pause():
             await self._slots[use].acquire()
         try:
-            host, zygote = await self._make(handlers, log)
+            host, zygote = await self._make(generation or self._of(code), handlers, log)
         except BaseException:
             self._slots[use].release()
             raise
@@ -135,8 +208,10 @@ class ZygoteHosts:
         finally:
             await host.close()
 
-    async def _make(self, handlers: Handlers, log: LogLine) -> tuple[Host, ZygoteClient]:
-        zygote = await self._running_zygote()
+    async def _make(
+        self, generation: Generation, handlers: Handlers, log: LogLine
+    ) -> tuple[Host, ZygoteClient]:
+        zygote = await self._running_zygote(generation)
         output_read, output_write = os.pipe()
         os.set_blocking(output_read, False)
         host = Host(
@@ -172,12 +247,19 @@ class ZygoteHosts:
             message = f"no code host after {limits.start_s:g} s"
             raise InfrastructureFailure(message, operation="code_host.start") from None
 
-    async def _running_zygote(self) -> ZygoteClient:
+    async def _running_zygote(self, generation: Generation) -> ZygoteClient:
         async with self._starting:
             if self._closed:
                 raise InfrastructureFailure("code hosts are closed", operation="code_host.start")
-            if self._zygote is None or not self._zygote.alive:
-                if self._zygote is not None:
-                    await self._zygote.close()
-                self._zygote = await ZygoteClient.start(self._code_dir, timeout_s=self._settings.start_s)
-            return self._zygote
+            if generation.zygote is None or not generation.zygote.alive:
+                if generation is not self._now:  # what it held can't be loaded again
+                    raise InfrastructureFailure("the code has changed", operation="code_host.start")
+                await generation.close()
+                generation.zygote = await ZygoteClient.start(self._code_dir, timeout_s=self._settings.start_s)
+            return generation.zygote
+
+
+def _holds(generation: Generation, code: Sequence[CodeInfo]) -> bool:
+    """Whether its zygote has ``code`` imported: what it would import now is another."""
+    alive = generation.zygote is not None and generation.zygote.alive
+    return alive and all(info.forkable for info in code)

@@ -19,6 +19,7 @@ from rollserve.usercode import params
 from rollserve.usercode.arguments import argument_model, bind
 from rollserve.usercode.base import CodeFault, CodeInfo, Ending, Role
 from rollserve.usercode.child import Host, Operations
+from rollserve.usercode.generation import loaded_from
 from rollserve.usercode.loading import describe, given_first, load, load_module, split
 from rollserve.usercode.proxies import (
     AgentsSandbox,
@@ -134,7 +135,8 @@ class UserCode:
 
     def describe(self, host: Host, data: bytes) -> CodeInfo:
         order = _decode(data, params.Describe)
-        return describe(order.path, order.role)
+        info = describe(order.path, order.role)
+        return msgspec.structs.replace(info, files=loaded_from(order.folder))
 
     def agent(self, host: Host, data: bytes) -> AgentResult:
         order = _decode(data, params.RunAgent)

@@ -14,11 +14,13 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def parse_options(model: type[M], options: Mapping[str, Any], *, field: str) -> M:
-    """``options`` as ``model``. Raises ``InvalidInput`` at ``field.<name>`` for the first at fault."""
+    """``options`` as ``model``. Raises ``InvalidInput`` at ``field.<name>`` for the first at fault: an
+    unknown one before others, as a typo in its name explains a missing one."""
     try:
         return model.model_validate(dict(options))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             hint = name_hint(where, model.model_fields)

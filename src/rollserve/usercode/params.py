@@ -18,8 +18,11 @@ from rollserve.usercode.base import Role
 
 
 class Describe(msgspec.Struct, frozen=True):
+    """``folder``: of the user's code; empty when there is none."""
+
     path: str
     role: Role
+    folder: str = ""
 
 
 class RunAgent(msgspec.Struct, frozen=True, kw_only=True):

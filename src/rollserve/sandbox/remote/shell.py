@@ -21,6 +21,8 @@ READ_BYTES = 1 << 20
 """What comes out of one at once."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+_FLOOD_BYTES = 4 << 20
+"""Printed from one look to the next: the next comes soon, to leave the middle out before a limit is met."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,9 @@ class RemoteShell:
                 return seen
             left_s = pause_s if until is None else min(pause_s, max(0.0, until - time.monotonic()))
             await asyncio.sleep(left_s)
-            pause_s = min(_LONGEST_PAUSE_S, pause_s * 1.5)
-            seen = await self.look(number, head=head, tail=tail, trim=trim)
+            before, seen = seen, await self.look(number, head=head, tail=tail, trim=trim)
+            flood = seen.total_bytes - before.total_bytes > _FLOOD_BYTES
+            pause_s = _FIRST_PAUSE_S if flood else min(_LONGEST_PAUSE_S, pause_s * 1.5)
 
     async def whole(self, number: int, *, head: int, tail: int) -> bytes:
         return await self._agent.ask(f"whole {self.key} {number} {head} {tail}")

@@ -32,7 +32,7 @@ def main() -> int:
     settings = WarmStart()
 
     def progress(step: int, loss: float, seconds: float) -> None:
-        if step % 20 == 0:
+        if step % 5 == 0:
             sys.stderr.write(f"warm start: step {step}/{settings.steps} loss {loss:.3f} {seconds:.1f} s\n")
 
     model = warm_start(settings, seed=args.seed, report=progress)

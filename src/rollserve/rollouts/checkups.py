@@ -1,0 +1,98 @@
+"""How the backends are while nobody uses them: workers see only what their calls meet.
+
+The server looks at each of them when it starts and every so often. One that does not answer is marked as
+failed and one that answers again as active, by the same way as a worker's report. What works is left alone:
+an answer that does not come from a backend with calls in flight, or of a policy that is paused or being
+updated, says nothing, for it may be busy or stand still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+from rollserve.errors import NotFound
+from rollserve.executor.base import BackendReport
+from rollserve.records.policy import Backend, BackendState, Policy
+from rollserve.records.update import UpdateState
+from rollserve.rollouts.fleet import Fleet
+from rollserve.rollouts.pages import every
+from rollserve.rollouts.policies import Policies
+from rollserve.rollouts.ports import Ports
+
+log = logging.getLogger(__name__)
+
+_WITHIN_S = 10.0
+"""Of one look."""
+
+_AT_ONCE = 16
+
+
+class Checkups:
+    """``run`` until cancelled; ``report`` takes what a worker saw."""
+
+    def __init__(self, ports: Ports, policies: Policies, fleet: Fleet) -> None:
+        self._store = ports.store
+        self._clock = ports.clock
+        self._every_s = ports.settings.backends.check_s
+        self._policies = policies
+        self._fleet = fleet
+        self._places = asyncio.Semaphore(_AT_ONCE)
+        self._seen: dict[str, float] = {}
+        self._rng = random.Random()
+
+    def age_s(self, backend_id: str) -> float | None:
+        """Seconds since its state was last seen to be so; None before that."""
+        seen = self._seen.get(backend_id)
+        return None if seen is None else max(0.0, self._clock.monotonic() - seen)
+
+    async def report(self, report: BackendReport) -> None:
+        self._seen[report.backend_id] = self._clock.monotonic()
+        await self._policies.report(report)
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self._round()
+            except Exception:
+                log.exception("the backends could not be looked at; again in %g s", self._every_s)
+            await self._clock.sleep(self._every_s * self._rng.uniform(0.8, 1.2))
+
+    async def _round(self) -> None:
+        backends = await every(self._store.list_backends)
+        ids = {backend.id for backend in backends}
+        self._seen = {each: at for each, at in self._seen.items() if each in ids}
+        async with asyncio.TaskGroup() as tasks:
+            for backend in backends:
+                if backend.state in (BackendState.ACTIVE, BackendState.FAILED):
+                    tasks.create_task(self._look(backend))
+
+    async def _look(self, backend: Backend) -> None:
+        async with self._places:
+            try:
+                async with asyncio.timeout(_WITHIN_S):
+                    check = await self._policies.check(backend.policy, backend.id)
+                ok, detail = check.ok, check.detail
+            except TimeoutError:
+                ok, detail = False, f"no answer within {_WITHIN_S:g} s"
+            except NotFound:
+                return
+            except Exception as error:  # an edge: a third-party backend may raise anything
+                log.warning("backend %s could not be looked at: %r", backend.id, error)
+                ok, detail = False, str(error) or repr(error)
+            if ok or await self._idle(backend):
+                await self.report(BackendReport(backend_id=backend.id, ok=ok, detail=detail))
+
+    async def _idle(self, backend: Backend) -> bool:
+        if self._fleet.backends().get(backend.id, {}).get("in_flight"):
+            return False
+        try:
+            return not _stands_still(await self._store.get_policy(backend.policy))
+        except NotFound:
+            return False
+
+
+def _stands_still(policy: Policy) -> bool:
+    updating = policy.update is not None and policy.update.state in (UpdateState.PAUSING, UpdateState.READY)
+    return policy.paused or updating

@@ -1,0 +1,147 @@
+"""Backends that nobody uses are looked at all the same, and what is shown of them has an age."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from rollserve.errors import InvalidInput
+from rollserve.executor.base import BackendReport, WorkerStats
+from rollserve.records.policy import Backend, BackendInfo, BackendSpec, BackendState
+from rollserve.rollouts.bell import Bell
+from rollserve.rollouts.checkups import Checkups
+from rollserve.rollouts.policies import Policies
+from rollserve.rollouts.templates import Templates
+from rollserve.testing.clock import FakeClock
+from rollserve.testing.fakes_server import probe_backend
+from rollserve.testing.server_room import Room
+
+
+class Engine:
+    """One that may be down."""
+
+    def __init__(self) -> None:
+        self.up = True
+        self.looks = 0
+
+    async def probe(self, spec: BackendSpec, model: str) -> BackendInfo:
+        self.looks += 1
+        if not self.up:
+            raise InvalidInput("connection refused", field="url")
+        return await probe_backend(spec, model)
+
+
+class Bench:
+    def __init__(self, room: Room) -> None:
+        self.room, self.engine, self.clock = room, Engine(), FakeClock()
+        ports = replace(room.core._ports, probe_backend=self.engine.probe, clock=self.clock)
+        policies = Policies(ports, Templates(ports, happened=Bell()), changed=Bell(), happened=Bell())
+        self.checkups = Checkups(ports, policies, room.core._fleet)
+
+    async def backend(self) -> Backend:
+        await self.room.run()
+        return await self.room.core.policies.register("pol", BackendSpec(url="http://b:1"))
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        running = asyncio.create_task(self.checkups.run())
+        try:
+            yield
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+    async def look(self) -> None:
+        await self.checkups._round()
+
+    async def state(self, backend: Backend) -> BackendState:
+        return (await self.room.store.get_backend(backend.id)).state
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def bench(room: Room) -> Bench:
+    return Bench(room)
+
+
+async def test_a_dead_one_is_found_and_heals(bench: Bench) -> None:
+    backend = await bench.backend()
+    bench.engine.up = False
+    await bench.look()
+    seen = await bench.room.store.get_backend(backend.id)
+    assert (seen.state, seen.error) == (BackendState.FAILED, "connection refused")
+    bench.engine.up = True
+    await bench.look()
+    assert await bench.state(backend) is BackendState.ACTIVE
+
+
+async def test_it_looks_at_the_start_and_every_so_often(bench: Bench) -> None:
+    await bench.backend()
+    async with bench.running():
+        await until(lambda: bench.engine.looks == 1 and bench.clock.timers == 1)
+        await bench.clock.advance(11)
+        assert bench.engine.looks == 1
+        await bench.clock.advance(8)
+        await until(lambda: bench.engine.looks == 2)
+
+
+async def test_what_stands_still_is_not_taken_for_dead(bench: Bench) -> None:
+    backend = await bench.backend()
+    await bench.room.core.policies.set_paused("pol", True)
+    bench.engine.up = False
+    await bench.look()
+    assert await bench.state(backend) is BackendState.ACTIVE
+    assert bench.checkups.age_s(backend.id) is None
+
+
+async def test_one_that_is_at_work_is_not_taken_for_dead(bench: Bench) -> None:
+    backend = await bench.backend()
+    fleet = bench.room.core._fleet
+    await until(lambda: len(fleet.describe()) > 0)
+    stats = WorkerStats(at=0.0, stages={}, counters={}, loop_lag_ms_p99=0.0, rss_mb=1.0, cpu_s=0.0)
+    bench.engine.up = False
+    fleet.heard("w1", msgspec.structs.replace(stats, backends={backend.id: {"in_flight": 2}}))
+    await bench.look()
+    assert await bench.state(backend) is BackendState.ACTIVE
+    fleet.heard("w1", msgspec.structs.replace(stats, backends={backend.id: {"in_flight": 0}}))
+    await bench.look()
+    assert await bench.state(backend) is BackendState.FAILED
+
+
+async def test_one_that_drains_is_left_alone(bench: Bench) -> None:
+    backend = await bench.backend()
+    await bench.room.core.policies.drain("pol", backend.id)
+    await bench.look()
+    assert (bench.engine.looks, await bench.state(backend)) == (0, BackendState.DRAINING)
+
+
+async def test_the_age_is_of_the_last_sight_of_it(bench: Bench) -> None:
+    backend = await bench.backend()
+    assert bench.checkups.age_s(backend.id) is None
+    await bench.look()
+    await bench.clock.advance(5)
+    assert bench.checkups.age_s(backend.id) == 5
+    await bench.checkups.report(BackendReport(backend_id=backend.id, ok=False, detail="it said 500"))
+    assert (bench.checkups.age_s(backend.id), await bench.state(backend)) == (0, BackendState.FAILED)
+
+
+async def test_the_state_at_a_glance_has_its_age(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollserve.rollouts.status.Status._FRESH_S", 0.0)
+    await room.run()
+    backend = await room.core.policies.register("pol", BackendSpec(url="http://b:1"))
+    [shown] = (await room.core.status.snapshot()).backends
+    assert (shown["state"], shown["age_s"]) == ("active", None)
+    await room.core._checkups.report(BackendReport(backend_id=backend.id, ok=False, detail="gone"))
+    [shown] = (await room.core.status.snapshot()).backends
+    assert (shown["state"], shown["error"]) == ("failed", "gone")
+    assert shown["age_s"] < 60

@@ -19,18 +19,27 @@ from rollserve.rollouts.policies import Policies
 from rollserve.rollouts.templates import Templates
 from rollserve.testing.clock import FakeClock
 from rollserve.testing.fakes_server import probe_backend
+from rollserve.testing.scripted import ScriptedBackend, ScriptedEngine
 from rollserve.testing.server_room import Room
 
 
 class Engine:
-    """One that may be down."""
+    """One that may be down. ``looks`` counts all, ``probes`` those that may sample."""
 
     def __init__(self) -> None:
         self.up = True
         self.looks = 0
+        self.probes = 0
+
+    def open(self, spec: BackendSpec, model: str) -> ScriptedBackend:
+        self.looks += 1
+        engine = ScriptedEngine(model=model)
+        engine.unhealthy = None if self.up else "connection refused"
+        return ScriptedBackend(engine)
 
     async def probe(self, spec: BackendSpec, model: str) -> BackendInfo:
         self.looks += 1
+        self.probes += 1
         if not self.up:
             raise InvalidInput("connection refused", field="url")
         return await probe_backend(spec, model)
@@ -39,7 +48,9 @@ class Engine:
 class Bench:
     def __init__(self, room: Room) -> None:
         self.room, self.engine, self.clock = room, Engine(), FakeClock()
-        ports = replace(room.core._ports, probe_backend=self.engine.probe, clock=self.clock)
+        ports = replace(
+            room.core._ports, probe_backend=self.engine.probe, open_backend=self.engine.open, clock=self.clock
+        )
         policies = Policies(ports, Templates(ports, happened=Bell()), changed=Bell(), happened=Bell())
         self.checkups = Checkups(ports, policies, room.core._fleet)
 
@@ -80,8 +91,10 @@ async def test_a_dead_one_is_found_and_heals(bench: Bench) -> None:
     await bench.look()
     seen = await bench.room.store.get_backend(backend.id)
     assert (seen.state, seen.error) == (BackendState.FAILED, "connection refused")
+    assert bench.engine.probes == 0, "it is for free while all is well"
     bench.engine.up = True
     await bench.look()
+    assert bench.engine.probes == 1
     assert await bench.state(backend) is BackendState.ACTIVE
 
 

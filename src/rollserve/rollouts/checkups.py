@@ -3,7 +3,8 @@
 The server looks at each of them when it starts and every so often. One that does not answer is marked as
 failed and one that answers again as active, by the same way as a worker's report. What works is left alone:
 an answer that does not come from a backend with calls in flight, or of a policy that is paused or being
-updated, says nothing, for it may be busy or stand still.
+updated, says nothing, for it may be busy or stand still. An active one is asked for its health alone, which
+samples nothing; a failed one is probed as at its registration, since another server may stand there now.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Checkups:
 
     def __init__(self, ports: Ports, policies: Policies, fleet: Fleet) -> None:
         self._store = ports.store
+        self._open_backend = ports.open_backend
         self._clock = ports.clock
         self._every_s = ports.settings.backends.check_s
         self._policies = policies
@@ -72,8 +74,7 @@ class Checkups:
         async with self._places:
             try:
                 async with asyncio.timeout(_WITHIN_S):
-                    check = await self._policies.check(backend.policy, backend.id)
-                ok, detail = check.ok, check.detail
+                    ok, detail = await self._answer(backend)
             except TimeoutError:
                 ok, detail = False, f"no answer within {_WITHIN_S:g} s"
             except NotFound:
@@ -83,6 +84,19 @@ class Checkups:
                 ok, detail = False, str(error) or repr(error)
             if ok or await self._idle(backend):
                 await self.report(BackendReport(backend_id=backend.id, ok=ok, detail=detail))
+
+    async def _answer(self, backend: Backend) -> tuple[bool, str]:
+        """Whether it is well, and what it says if not."""
+        if backend.state is BackendState.FAILED:
+            check = await self._policies.check(backend.policy, backend.id)
+            return check.ok, check.detail or ""
+        policy = await self._store.get_policy(backend.policy)
+        client = self._open_backend(backend.spec, policy.spec.model)
+        try:
+            health = await client.health()
+        finally:
+            await client.close()
+        return health.ok, health.detail
 
     async def _idle(self, backend: Backend) -> bool:
         if self._fleet.backends().get(backend.id, {}).get("in_flight"):

@@ -14,7 +14,7 @@ import itertools
 import math
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, MutableMapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Literal
 from urllib.parse import parse_qs
@@ -456,6 +456,16 @@ async def served(
     finally:
         server.should_exit = True
         await task
+        await _close_late(server.server_state.connections)
+
+
+async def _close_late(connections: Collection[Any]) -> None:
+    """What was accepted while the server was closing: it no longer looks at those."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+    for connection in list(connections):
+        connection.transport.close()
+    await asyncio.sleep(0)
 
 
 def episode(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -88,15 +89,25 @@ def test_memory_is_bounded_over_processes() -> None:
         pytest.skip("no memory control group here")
     group = cgroups.open("rs-test-memory", LIMITS)
     assert group is not None
-    fill = "import os; os.fork(); os.fork(); held = b'x' * (30 << 20); print(len(held), flush=True)"
-    code = f"import sys; sys.stdin.readline()\n{fill}; sys.stdin.readline()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        group.add([process.pid])
-        said, _ = process.communicate("\n")
-    assert said.count("31457280") < 4
-    group.close()
+    fill = "held = b'x' * (30 << 20); print(len(held), flush=True)"
+    code = f"import sys; sys.stdin.readline(); {fill}; sys.stdin.read()"
+    with contextlib.ExitStack() as running:
+        started = [
+            running.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
+            )
+            for _ in range(4)
+        ]
+        group.add([process.pid for process in started])
+        for process in started:
+            assert process.stdin is not None
+            print(file=process.stdin, flush=True)
+        # each holds what it has until all have answered or were ended
+        said = [process.stdout.readline() for process in started if process.stdout is not None]
+        group.close()
+    assert said.count("31457280\n") < 4
     cgroups.close()
 
 

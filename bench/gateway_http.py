@@ -1,9 +1,11 @@
 """The gateway over HTTP beside two floors, in one run: ``python bench/gateway_http.py [--scale 20]``.
 
-Processes on loopback: an engine that answers from memory (a token route and a chat route of the same
-size), the gateway, and two proxies that stand for the least that can be done: ``keep`` (plain aiohttp,
-asks for ids and logprobs and keeps them) and ``pass`` (the same, looks at nothing). Prints the CPU of a call
-in each, its ratio to the floor, and times. ``calib_ms`` is a fixed loop: machines are noisy.
+Processes on loopback: an engine that answers from memory as vLLM does (a token route, and a chat route that
+also gives the ids of the prompt), the gateway, and two proxies that stand for the least that can be done:
+``keep`` (plain aiohttp, asks for ids and logprobs and keeps them) and ``pass`` (the same, looks at nothing).
+``--peer NAME="command {port} {upstream}"`` starts another proxy beside them. Prints the CPU of a call in
+each, its ratio to the floor, and times. ``calib_ms`` is a fixed loop: machines are noisy; ``norm`` is the CPU
+of a call where that loop takes 40 ms.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import resource
+import shlex
 import socket
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +51,8 @@ from rollserve.testing.scripted import Chunk, logprob_of
 from rollserve.testing.scripted_bodies import encode_stream, encode_whole
 
 TOKENS = 200
+PROMPT_TOKENS = 2000
+CALIBRATED_MS = 40.0
 FLUSHES = 10
 WORDS = ("solve", "the", "next", "step", "file", "error", "import", "value", "test", "return", "path", "x=1;")
 CHAT = "/v1/chat/completions"
@@ -131,8 +138,12 @@ def _chat(tokenizer: Any, ids: list[int]) -> bytes:
         "finish_reason": "stop",
         "token_ids": ids,
     }
-    usage = {"prompt_tokens": 2000, "completion_tokens": TOKENS, "total_tokens": 2000 + TOKENS}
-    return msgspec.json.encode({"id": "chatcmpl-1", "model": "m", "choices": [choice], "usage": usage})
+    usage = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": TOKENS}
+    usage["total_tokens"] = sum(usage.values())
+    document = {"id": "chatcmpl-1", "model": "m", "choices": [choice], "usage": usage}
+    return msgspec.json.encode(
+        {**document, "prompt_token_ids": [index * 71 % 150_000 for index in range(PROMPT_TOKENS)]}
+    )
 
 
 def _chunks(tokenizer: Any, ids: list[int]) -> Iterator[bytes]:
@@ -178,9 +189,10 @@ async def floor_role(sock: socket.socket, upstream: str, keep: bool) -> None:
                     return stream
                 answer = await response.read()
             if keep:
-                choice = msgspec.json.decode(answer)["choices"][0]
+                document = msgspec.json.decode(answer)
+                choice = document["choices"][0]
                 logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-                kept[len(kept) % 4096] = (asked["messages"], choice["token_ids"], logprobs)
+                kept[len(kept) % 4096] = (document["prompt_token_ids"], choice["token_ids"], logprobs)
             return web.Response(body=answer, content_type="application/json")
 
         async def cpu(request: web.Request) -> web.Response:
@@ -207,6 +219,12 @@ def spent() -> dict[str, float]:
     """CPU seconds and the resident megabytes of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {"cpu_s": time.process_time(), "rss_mb": pages * resource.getpagesize() / 1e6}
+
+
+def spent_by(pid: int) -> float:
+    """CPU seconds of a process, to the system's tick."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # -- the gateway
@@ -333,11 +351,18 @@ class Load:
 
 
 class Target:
-    """A process under load."""
+    """A process under load. Without ``pid`` it says itself what it has spent."""
 
-    def __init__(self, port: int, has_sessions: bool) -> None:
+    def __init__(self, port: int, *, has_sessions: bool = False, pid: int | None = None) -> None:
         self.port = port
         self.has_sessions = has_sessions
+        self._pid = pid
+
+    async def cpu_s(self) -> float:
+        """CPU seconds so far."""
+        if self._pid is None:
+            return float((await self.get("/bench/cpu"))["cpu_s"])
+        return spent_by(self._pid)
 
     async def get(self, path: str) -> Any:
         url = f"http://127.0.0.1:{self.port}{path}"
@@ -370,10 +395,10 @@ class Target:
                 wall.append((time.perf_counter() - begun) * 1e3)
                 first.append(((connection.first_at or time.perf_counter()) - begun) * 1e3)
 
-        before, begun = (await self.get("/bench/cpu"))["cpu_s"], time.perf_counter()
+        before, begun = await self.cpu_s(), time.perf_counter()
         await asyncio.gather(*map(loop, open_ones))
         seconds = time.perf_counter() - begun
-        used = (await self.get("/bench/cpu"))["cpu_s"] - before
+        used = await self.cpu_s() - before
         for each in open_ones:
             each.transport.close()
         return Load(wall, first, used * 1e3 / calls, seconds)
@@ -412,7 +437,10 @@ def encoded(document: dict[str, Any]) -> bytes:
 
 def calibrate() -> float:
     """CPU milliseconds of a fixed loop of arithmetic and JSON."""
-    document = json.dumps({"ids": list(range(400)), "texts": [f"tok{i}" for i in range(400)]})
+    pairs = [{"x": number, "y": number / 7} for number in range(100)]
+    document = json.dumps(
+        {"ids": list(range(400)), "texts": [f"tok{number}" for number in range(400)], "pairs": pairs}
+    )
     begun, total = time.process_time(), 0
     for number in range(300_000):
         total += number & 7
@@ -454,10 +482,10 @@ async def one_session(target: Target, messages: list[Any], added: int, turns: in
     connection, found = await target.connect(), []
     for turn in range(turns):
         body = encoded({"model": "m", "messages": messages, "tools": tools()})
-        before, begun = (await target.get("/bench/cpu"))["cpu_s"], time.perf_counter()
+        before, begun = await target.cpu_s(), time.perf_counter()
         answer = await connection.ask(wire(str(target.port), body, secret))
         wall_ms = (time.perf_counter() - begun) * 1e3
-        after = (await target.get("/bench/cpu"))["cpu_s"]
+        after = await target.cpu_s()
         found.append({"cpu_ms": (after - before) * 1e3, "wall_ms": wall_ms, "bytes": len(body)})
         said = msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])["choices"][0]["message"]
         messages = [*messages, said, {"role": "user", "content": text(added, turn)}]
@@ -466,15 +494,17 @@ async def one_session(target: Target, messages: list[Any], added: int, turns: in
 
 
 async def measure(targets: dict[str, Target], scale: int) -> None:
-    both = {name: targets[name] for name in ("keep", "gateway")}
+    both = {name: target for name, target in targets.items() if name not in ("engine", "pass")}
     chat = [encoded(request(7000, seed)) for seed in range(16)]
     for connections, calls in ((1, 10 * scale), (32, 60 * scale), (256, 100 * scale)):
         report("call, 8 kB, tools", await calls_of(both, chat, connections, calls))
     fresh = [encoded(request(7000, 1000 + seed)) for seed in range(60 * scale)]
     report("call, 8 kB that nobody has sent before", await calls_of(both, fresh, 32, 60 * scale, repeats=1))
     with_logprobs = [encoded(request(7000, seed, logprobs=True)) for seed in range(16)]
-    report("the same, logprobs in the answer", await calls_of(both, with_logprobs, 32, 60 * scale))
-    streams = {name: targets[name] for name in ("pass", "gateway")}
+    for connections, calls in ((1, 10 * scale), (32, 60 * scale), (256, 100 * scale)):
+        loads = await calls_of(both, with_logprobs, connections, calls)
+        report("call, 8 kB, tools, logprobs in the answer", loads)
+    streams = {name: target for name, target in targets.items() if name not in ("engine", "keep")}
     stream = [encoded(request(7000, seed, stream=True)) for seed in range(16)]
     for connections, calls in ((1, 5 * scale), (32, 40 * scale)):
         report("stream of 200 tokens", await calls_of(streams, stream, connections, calls))
@@ -519,9 +549,9 @@ async def long_contexts(targets: dict[str, Target], connections: int = 32, turns
     await go_on(0)
     spent_ms = []
     for turn in range(1, turns + 1):
-        before = (await gateway.get("/bench/cpu"))["cpu_s"]
+        before = await gateway.cpu_s()
         await go_on(turn)
-        spent_ms.append(((await gateway.get("/bench/cpu"))["cpu_s"] - before) * 1e3 / connections)
+        spent_ms.append((await gateway.cpu_s() - before) * 1e3 / connections)
     for connection, _, _ in talks:
         connection.transport.close()
     again = [encoded(request(128_000, seed)) for seed in range(4)]
@@ -554,10 +584,14 @@ async def memory(gateway: Target, chat: list[bytes], scale: int) -> None:
 
 
 def report(what: str, found: dict[str, Any]) -> None:
-    gateway, floor = found.get("gateway"), found.get("keep") or found.get("pass")
-    if isinstance(gateway, dict) and isinstance(floor, dict):
-        found["ratio"] = round(gateway["cpu_ms"] / floor["cpu_ms"], 2)
-    print(json.dumps({"what": what, "calib_ms": round(calibrate(), 1), **found}), flush=True)
+    gateway, calib_ms = found.get("gateway"), calibrate()
+    if isinstance(gateway, dict):
+        others = {name: each["cpu_ms"] for name, each in found.items() if isinstance(each, dict)}
+        found["ratio"] = {
+            name: round(gateway["cpu_ms"] / cpu_ms, 2) for name, cpu_ms in others.items() if name != "gateway"
+        }
+        found["norm"] = round(gateway["cpu_ms"] * CALIBRATED_MS / calib_ms, 2)
+    print(json.dumps({"what": what, "calib_ms": round(calib_ms, 1), **found}), flush=True)
 
 
 ROLES = {"engine": engine_role, "keep": keep_role, "pass": pass_role, "gateway": gateway_role}
@@ -567,16 +601,57 @@ def run_role(role: str, sock: socket.socket, options: argparse.Namespace, upstre
     uvloop.run(ROLES[role](sock, options, upstream))
 
 
+async def until_ready(target: Target) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                (await target.connect()).transport.close()
+                return
+            except OSError:
+                await asyncio.sleep(0.1)
+
+
 async def drive(targets: dict[str, Target], options: argparse.Namespace) -> None:
-    for name, target in targets.items():
-        async with asyncio.timeout(60):
-            while name != "engine":
-                try:
-                    await target.get("/bench/cpu")
-                    break
-                except aiohttp.ClientError:
-                    await asyncio.sleep(0.1)
+    for target in targets.values():
+        await until_ready(target)
     await measure(targets, options.scale)
+
+
+@contextmanager
+def roles(options: argparse.Namespace) -> Iterator[dict[str, Target]]:
+    """Our own processes, by name."""
+    targets, processes, upstream = dict[str, Target](), [], ""
+    context = multiprocessing.get_context("spawn")
+    try:
+        for role in ROLES:
+            sock = socket.create_server(("127.0.0.1", 0), backlog=4096)
+            targets[role] = Target(sock.getsockname()[1], has_sessions=role == "gateway")
+            process = context.Process(target=run_role, args=(role, sock, options, upstream), daemon=True)
+            process.start()
+            processes.append(process)
+            upstream = upstream or f"http://127.0.0.1:{targets[role].port}"
+            sock.close()
+        yield targets
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join(10)
+
+
+@contextmanager
+def peers(commands: list[str], upstream: str) -> Iterator[dict[str, Target]]:
+    """Proxies of others, by name: ``NAME=command``."""
+    with ExitStack() as running:
+        found = {}
+        for each in commands:
+            name, _, command = each.partition("=")
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            words = shlex.split(command.format(port=port, upstream=upstream))
+            process = running.enter_context(subprocess.Popen(words))
+            running.callback(process.terminate)
+            found[name] = Target(port, pid=process.pid)
+        yield found
 
 
 def main() -> None:
@@ -584,24 +659,10 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="tiny", help="or a directory; with Qwen3's control tokens")
     parser.add_argument("--latency-ms", type=float, default=50.0, help="of the engine")
     parser.add_argument("--scale", type=int, default=20, help="calls in a run, about 60 times that")
+    parser.add_argument("--peer", action="append", default=[], help="NAME=command {port} {upstream}")
     options = parser.parse_args()
-    targets, processes, upstream = {}, [], ""
-    context = multiprocessing.get_context("spawn")
-    try:
-        for role in ROLES:
-            sock = socket.create_server(("127.0.0.1", 0), backlog=4096)
-            targets[role] = Target(sock.getsockname()[1], role == "gateway")
-            process = context.Process(target=run_role, args=(role, sock, options, upstream), daemon=True)
-            process.start()
-            processes.append(process)
-            if role == "engine":
-                upstream = f"http://127.0.0.1:{targets[role].port}"
-            sock.close()
-        uvloop.run(drive(targets, options))
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join(10)
+    with roles(options) as own, peers(options.peer, f"http://127.0.0.1:{own['engine'].port}") as others:
+        uvloop.run(drive({**own, **others}, options))
 
 
 if __name__ == "__main__":

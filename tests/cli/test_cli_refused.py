@@ -9,15 +9,16 @@ import pytest
 from pydantic import ValidationError
 
 from rollserve.cli.edge import run_app
-from rollserve.cli.submit import Into
+from rollserve.cli.submit import Into, _submitted
 from rollserve.cli.tasks import TaskFile, read_task, read_tasks
 from rollserve.cli.try_task import _in
+from rollserve.client import RunHandle
 from rollserve.config import Settings
 from rollserve.errors import InvalidInput, NotFound, UnknownName
 from rollserve.records.policy import BackendKind
 from rollserve.records.run import RunState
 from rollserve.records.task import AgentSpec, GraderSpec
-from rollserve.wire import CreatePolicy, OpenRun
+from rollserve.wire import CreatePolicy, GroupSummary, OpenRun
 from tests.cli.test_cli_commands import as_json, rollserve
 from tests.integration.conftest import Server, add_policy, shell_task
 
@@ -165,3 +166,29 @@ async def test_a_taken_port_is_said_before_anything_is_loaded(server: Server, tm
     code, _, said = await rollserve("serve", "--port", port, "--data-dir", str(tmp_path))
     assert code == 1
     assert "--port PORT" in said
+
+
+class Stuck(RunHandle):
+    """A run whose submits the server doesn't answer."""
+
+    def __init__(self, handle: RunHandle) -> None:
+        super().__init__(handle._transport, handle.run)
+        self.asked = asyncio.Event()
+
+    async def submit(self, *_: object, **__: object) -> list[GroupSummary]:
+        self.asked.set()
+        await asyncio.Event().wait()
+        return []
+
+
+async def test_a_submit_that_is_cut_off_leaves_no_run_open(server: Server, backend_url: str) -> None:
+    async with server.client() as client:
+        await add_policy(client, backend_url)
+        handle = await client.open_run(OpenRun(policy="tiny"))
+        stuck = Stuck(handle)
+        submitting = asyncio.create_task(_submitted(stuck, TaskFile([], []), 1, own=True))
+        await stuck.asked.wait()
+        submitting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await submitting
+        assert (await handle.status()).run.state is RunState.CLOSED

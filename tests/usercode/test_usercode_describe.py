@@ -74,6 +74,18 @@ async def test_a_path_that_can_not_be_used_says_why(
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("module", ["broken_syntax", "broken_import", "broken_body"])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_why_it_can_not_be_loaded_names_the_users_lines_alone(
+    shared_hosts: ZygoteHosts, module: str
+) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        await shared_hosts.describe(f"{module}:f", Role.TOOL, field="tools.0")
+    files = [line for line in str(caught.value).splitlines() if line.lstrip().startswith("File ")]
+    assert len(files) == 1
+    assert f'{module}.py", line 1' in files[0]
+
+
 async def test_a_module_that_hangs_is_given_up(code_dir: Path) -> None:
     hosts = ZygoteHosts(code_dir=code_dir, settings=HostSettings(describe_s=0.3))
     try:

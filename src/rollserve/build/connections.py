@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from rollserve.build.gathering import Gathered
 from rollserve.gateway.asgi import BREAK_OFF
 
 
@@ -60,8 +61,9 @@ class Connection(HttpToolsProtocol):
         self._in_message = False
 
     # -- what uvicorn and its parser call
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-        super().connection_made(transport)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # a server's are; uvloop's are no subclass
+        super().connection_made(Gathered(cast("asyncio.Transport", transport), self.loop))
         self._owes()
         self._idle.add(self)
 

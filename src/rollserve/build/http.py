@@ -73,6 +73,7 @@ class HttpServer:
             access_log=False,
             http=bounded_connections(idle or idle_bounds()),  # type: ignore[arg-type]  # called as a class is
             ws="none",
+            proxy_headers=False,
             timeout_keep_alive=keep_alive_s,
             timeout_graceful_shutdown=2,
         )

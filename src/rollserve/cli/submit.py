@@ -83,10 +83,11 @@ async def submit(
 
 
 async def _submitted(handle: RunHandle, file: TaskFile, num_rollouts: int, *, own: bool) -> list[str]:
-    """Ids of the groups. Raises what the server refuses them with, by its place in the file."""
+    """Ids of the groups. Raises what the server refuses them with, by its place in the file. What was
+    refused or cut off leaves no run of ours open."""
     try:
         return [group.id for group in await handle.submit(file.tasks, num_rollouts=num_rollouts)]
-    except (RollserveError, ValidationError) as error:
+    except (RollserveError, ValidationError, asyncio.CancelledError) as error:
         if isinstance(error, RollserveError):
             file.place(error)
         if own:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from rollserve import installing
 from rollserve.build.catalogs import runtime_reports
-from rollserve.cli.processes import Processes, Running, free_port
+from rollserve.cli.processes import Processes, Running
 from rollserve.client import Client
 from rollserve.config import Settings
 from rollserve.demo.left import TRAINED, next_steps
@@ -46,6 +46,8 @@ class Options:
     vllm_python: Path
     json: bool
     dynamic_sampling: bool
+    mix: bool
+    model: Path | None
     milestone: float | None
 
 
@@ -90,6 +92,14 @@ def parse(arguments: list[str] | None = None) -> Options:
         help="let the server draw the tasks, leave out groups that teach nothing, stop what is not needed",
     )
     parser.add_argument(
+        "--mix",
+        action="store_true",
+        help="train on tasks of which three in four are always solved or never (ends after --steps)",
+    )
+    parser.add_argument(
+        "--model", type=Path, help="start from this policy, as `rollserve.trainers.tiny` makes it"
+    )
+    parser.add_argument(
         "--milestone",
         type=float,
         metavar="RATE",
@@ -99,6 +109,8 @@ def parse(arguments: list[str] | None = None) -> Options:
     options = Options(**vars(parser.parse_args(arguments)))
     if options.steps < 1:
         parser.error("--steps must be 1 or more")
+    if options.model is not None and not (options.model / "config.json").exists():
+        parser.error(f"--model: there is no model in {options.model}")
     return options
 
 
@@ -147,8 +159,8 @@ class Demo:
         for old in ("data", "model", "weights", "logs", TRAINED):
             shutil.rmtree(options.output / old, ignore_errors=True)
         self._processes = Processes(options.output / "logs")
-        self._server_url = f"http://127.0.0.1:{free_port()}"
-        self._backend_url = f"http://127.0.0.1:{free_port()}"
+        self._server_url = f"http://127.0.0.1:{self._processes.port()}"
+        self._backend_url = f"http://127.0.0.1:{self._processes.port()}"
         self._record = Record()
 
     async def run(self) -> dict[str, Any]:
@@ -174,6 +186,9 @@ class Demo:
 
     async def _make_model(self) -> None:
         """A tiny policy, warm-started for a few seconds so that it has the skill and not the habit."""
+        if self._options.model is not None:
+            await asyncio.to_thread(shutil.copytree, self._options.model, self._model_dir)
+            return
         started = time.monotonic()
         self._console.print(
             f"making and warm-starting a tiny policy (seed {self._options.seed}), half a minute to two"
@@ -182,6 +197,8 @@ class Demo:
             *(sys.executable, "-m", "rollserve.trainers.tiny"),
             *("--out", str(self._model_dir), "--seed", str(self._options.seed)),
         ]
+        if self._options.mix:
+            command.append("--mix")
         making = self._processes.start("model", command)
         await self._say_progress(making)
         self._processes.check()
@@ -256,6 +273,8 @@ class Demo:
         ]
         if self._options.dynamic_sampling:
             command.append("--dynamic-sampling")
+        if self._options.mix:
+            command.append("--mix")
         if self._options.milestone is not None:
             command += ["--milestone", str(self._options.milestone)]
         env = {"OMP_NUM_THREADS": "1"}
@@ -289,6 +308,7 @@ class Demo:
             backend=self._options.backend,
             stuck=stuck,
             dynamic_sampling=self._options.dynamic_sampling,
+            mix=self._options.mix,
         )
         report.picture(self._record, self._output / "learning.png")
         example = self._record.steps[-1]["example"]
@@ -303,7 +323,7 @@ def conclude(options: Options, data: dict[str, Any], console: Console) -> None:
         print(json.dumps(data))
         return
     console.print(
-        f"\nsuccess on fresh tasks: {data['success_rate_start']:.2f} → {data['success_rate_end']:.2f} "
+        f"\nsuccess on fresh tasks: {data['success_rate_start']:.3f} → {data['success_rate_end']:.3f} "
         f"in {data['steps']} steps, {data['train_seconds']:.0f} s of training; "
         f"trainer idle {data['trainer_idle_share']:.0%}",
         soft_wrap=True,

@@ -13,7 +13,9 @@ from matplotlib.figure import Figure
 from rollserve.demo.record import Record
 
 
-def report(record: Record, *, seed: int, backend: str, stuck: int, dynamic_sampling: bool) -> dict[str, Any]:
+def report(
+    record: Record, *, seed: int, backend: str, stuck: int, dynamic_sampling: bool, mix: bool
+) -> dict[str, Any]:
     """The figures of ``demo-report.json``. ``milestone``: what it took to reach a success rate, where
     that was asked for; without figures where it was not reached. Raises ``ValueError`` when the demo did
     not end."""
@@ -44,6 +46,7 @@ def report(record: Record, *, seed: int, backend: str, stuck: int, dynamic_sampl
         "evaluation_rollouts": [event["rollouts"] for event in record.evaluations],
         "milestone": record.milestone,
         "dynamic_sampling": dynamic_sampling,
+        "mix": mix,
         "seed": seed,
         "backend": backend,
     }
@@ -70,7 +73,7 @@ def _learning_curve(axes: Axes, record: Record, origin: float) -> None:
     axes.plot(at, [step["reward"] for step in record.steps], marker=".", label="reward of the step's groups")
     for event in record.evaluations:
         axes.axhline(event["success_rate"], linestyle=":", color="gray")
-        text = f"fresh tasks, {event['when']}: {event['success_rate']:.2f}"
+        text = f"fresh tasks, {event['when']}: {event['success_rate']:.3f}"
         axes.annotate(text, (at[-1] if at else 0, event["success_rate"]), ha="right", va="bottom", fontsize=8)
     axes.set(ylim=(0, 1.05), ylabel="success rate", title="A policy learns through the service")
     axes.legend(loc="lower right")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import faulthandler
+import importlib
 import itertools
 import os
 import queue
@@ -224,7 +225,7 @@ def headline(error: BaseException) -> str:
 
 
 def tail(error: BaseException) -> str:
-    """The last lines of the traceback, rollserve's own frames at its start left out."""
+    """The last lines of the traceback, the frames at its start that are not the user's left out."""
     try:
         lines = traceback.format_exception(type(error), error, _user_frames(error.__traceback__))
     except Exception as broken:  # the same: say why there is no traceback
@@ -234,11 +235,11 @@ def tail(error: BaseException) -> str:
 
 
 def _user_frames(trace: TracebackType | None) -> TracebackType | None:
-    here = os.path.dirname(__file__)
+    others = (os.path.dirname(__file__), os.path.dirname(importlib.__file__), "<frozen")
     current = trace
     while current is not None:
         name = current.tb_frame.f_code.co_filename
-        if not name.startswith((here, "<frozen")) and f"{os.sep}asyncio{os.sep}" not in name:
+        if not name.startswith(others) and f"{os.sep}asyncio{os.sep}" not in name:
             return current
         current = current.tb_next
     return None

@@ -1,4 +1,4 @@
-"""What are balancing, stickiness, the bound on concurrency and the early stop worth, each by itself?
+"""What are balancing, stickiness, waiting for home, the bound on calls and the early stop worth?
 
 ``python bench/ablations.py [--rounds 3] [--only NAME …] [--json]``, about 45 seconds a case and round.
 
@@ -17,7 +17,6 @@ import asyncio
 import json
 import random
 import re
-import signal
 import sys
 import tempfile
 import time
@@ -28,7 +27,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rollserve.cli.processes import Processes, free_port
+from rollserve import stopping
+from rollserve.cli.processes import Processes
 from rollserve.client import Client, RunHandle
 from rollserve.client.delivery import lease
 from rollserve.client.http import Transport
@@ -54,7 +54,6 @@ KINDS = {"mixed": 0.5, "easy": 1.0, "hard": 0.0}
 
 SETTINGS = {
     "backends.routing": "sticky",
-    "backends.concurrency": "auto",
     "backends.outlier_ratio": "0",
     "backends.canary": "false",
     "backends.slow_start_s": "0",
@@ -72,6 +71,7 @@ CASES = (
     Case(name="whole system"),
     Case(name="no balancing", settings={"backends.routing": "in_turn"}),
     Case(name="no stickiness", settings={"backends.routing": "least_busy"}),
+    Case(name="no waiting for home", settings={"backends.read_cost": "0"}),
     Case(name="no bound on concurrency", settings={"backends.concurrency": "off"}),
     Case(name="no early stop", source={"carry_over": True}),
 )
@@ -200,6 +200,7 @@ def figures(one: Seen, two: Seen) -> dict[str, float]:
     return {
         "informative_groups_per_s": (two.groups - one.groups) / seconds,
         "rollouts_per_s": (two.episodes - one.episodes) / seconds,
+        "sampled_tokens_per_s": sampled / seconds,
         "engine_use": (two.worked - one.worked) / peak / seconds,
         "prefix_hits": (two.hits - one.hits) / max(1, two.prompt - one.prompt),
         "wasted_tokens": 1 - (two.tokens - one.tokens) / max(1.0, sampled),
@@ -227,8 +228,10 @@ def opening(case: Case, options: argparse.Namespace) -> OpenRun:
 
 
 @asynccontextmanager
-async def server(folder: Path, url: str, settings: Mapping[str, str]) -> AsyncIterator[None]:
+async def server(folder: Path, settings: Mapping[str, str]) -> AsyncIterator[str]:
+    """Its URL."""
     processes = Processes(folder / "logs")
+    url = f"http://127.0.0.1:{processes.port()}"
     command = [
         *(sys.executable, "-m", "rollserve", "serve", "--port", url.rsplit(":", 1)[1]),
         *("--data-dir", str(folder / "data"), "--workers", "1", "--runtime", "none"),
@@ -237,21 +240,21 @@ async def server(folder: Path, url: str, settings: Mapping[str, str]) -> AsyncIt
         command += ["--set", f"{name}={value}"]
     try:
         await processes.wait_ready(processes.start("server", command), f"{url}/readyz", 60)
-        yield
+        yield url
     finally:
         processes.stop()
 
 
 async def measure(case: Case, options: argparse.Namespace, seed: int) -> dict[str, float]:
-    url = f"http://127.0.0.1:{free_port()}"
     episodes = Episodes(seed)
     machines = [replace(machine, cache_tokens=options.cache_tokens) for machine in MACHINES]
-    settings = {**SETTINGS, "workers.run_slots": str(options.sessions), **case.settings}
+    settings = {**SETTINGS, "workers.run_slots": str(options.sessions)}
+    settings |= {"backends.concurrency": options.concurrency, **case.settings}
     engines = [ModelledEngine(episodes.script, machine) for machine in machines]
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollserve-ablations-"))
         urls = [await stack.enter_async_context(serving(modelled_app(engine))) for engine in engines]
-        await stack.enter_async_context(server(Path(folder), url, settings))
+        url = await stack.enter_async_context(server(Path(folder), settings))
         client = await stack.enter_async_context(Client(url))
         transport = Transport(url, None, timeout_s=120)
         stack.push_async_callback(transport.close)
@@ -278,7 +281,8 @@ async def main(options: argparse.Namespace) -> None:
     cases = [case for case in CASES if not options.only or case.name in (CASES[0].name, *options.only)]
     rows: dict[str, list[dict[str, float]]] = {case.name: [] for case in cases}
     for round_ in range(options.rounds):
-        for case in cases:
+        turn = round_ % len(cases)
+        for case in (*cases[turn:], *cases[:turn]):  # so that none is always the first
             rows[case.name].append(await measure(case, options, round_))
             if not options.json:
                 print(round_, case.name, {n: round(v, 3) for n, v in rows[case.name][-1].items()}, flush=True)
@@ -286,7 +290,7 @@ async def main(options: argparse.Namespace) -> None:
     table = {}
     for name, rounds in rows.items():
         table[name] = {each: round(median(row[each] for row in rounds), 3) for each in rounds[0]}
-        for each in ("informative_groups_per_s", "rollouts_per_s", "engine_use"):
+        for each in ("informative_groups_per_s", "rollouts_per_s", "sampled_tokens_per_s", "engine_use"):
             ratios = [row[each] / base[each] for row, base in zip(rounds, whole, strict=True) if base[each]]
             table[name][f"{each}_ratio"] = round(median(ratios), 3)
     for name, row in () if options.json else table.items():
@@ -304,7 +308,8 @@ if __name__ == "__main__":
     parser.add_argument("--sessions", type=int, default=48, help="rollouts that run at once")
     parser.add_argument("--groups", type=int, default=4, help="informative groups of a version")
     parser.add_argument("--cache-tokens", type=int, default=16_000, help="of each engine")
+    parser.add_argument("--concurrency", default="auto", help="calls on an engine at once: auto, or a number")
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--json", action="store_true")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stopping.end_as_interrupted()
     asyncio.run(main(parser.parse_args()))

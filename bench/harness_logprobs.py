@@ -7,22 +7,25 @@ again, by prompt logprobs. A wrong template, or ids that were tokenized again, w
 Without ``--smollm2`` the local server samples from a Qwen3 of random weights. With it, vLLM on the CPU
 samples from SmolLM2-135M-Instruct (``bench/smollm2.py`` fills the folder): real text, but a model of that
 size calls no tools, and its own chat template shows it none. So no harness gets its file edited: an episode
-is as long as its harness asks again.
+is as long as its harness asks again. It was trained on contexts of 8,192 tokens, which qwen-code's first
+prompt is over, and is served here with four times as many: what it says behind the 8,192nd is no better for
+it, and whether sampler and scorer agree on its probability is the same question.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollserve.agent.harness.table import HARNESSES
-from rollserve.cli.processes import Processes, free_port
+from rollserve.cli.processes import Processes
 from rollserve.client import Client
 from rollserve.errors import InfrastructureFailure, RollserveError
 from rollserve.records.policy import BackendKind, RendererSpec
@@ -35,8 +38,8 @@ from rollserve.wire import CreatePolicy, RegisterBackend
 CALL_S = 900.0
 """A prompt of 16,000 tokens is scored in minutes."""
 LIMITS = Limits(run_s=900.0, memory_mb=16384, processes=1024, max_turns=4)
-LEAST_TOLD = 32_768
-"""Of the context: some don't begin with less. The gateway refuses what is more than there is."""
+LEAST_TOLD = 131_072
+"""Of the context: qwen-code does not begin with less. The gateway refuses what is more than there is."""
 COLUMNS = (
     *("harness", "dialect", "how it ended", "calls", "labels", "exact", "sequences", "untrainable"),
     *("compared", "mean", "max", "findings"),
@@ -105,12 +108,13 @@ def random_model(folder: Path) -> Model:
 
 def smollm2(folder: Path, python: Path) -> Model:
     """On vLLM, started as a module since the wheel's own command misses its name."""
-    context = 8192
+    context = 32_768
     return Model(
         command=(
             *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
             *("--host", "127.0.0.1", "--served-model-name", POLICY, "--dtype", "float32"),
             *("--enforce-eager", "--max-model-len", str(context), "--enable-scale-out"),
+            *("--hf-overrides", json.dumps({"max_position_embeddings": context})),
             *("--logprobs-mode", "processed_logprobs"),
         ),
         tokenizer=folder,
@@ -121,7 +125,7 @@ def smollm2(folder: Path, python: Path) -> Model:
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
         },
     )
 
@@ -129,7 +133,8 @@ def smollm2(folder: Path, python: Path) -> Model:
 @asynccontextmanager
 async def serving(model: Model, folder: Path) -> AsyncIterator[str]:
     """Its URL."""
-    port, processes = free_port(), Processes(folder / "model-logs")
+    processes = Processes(folder / "model-logs")
+    port = processes.port()
     try:
         url = f"http://127.0.0.1:{port}"
         running = processes.start("model", [*model.command, "--port", str(port)], model.env)
@@ -139,7 +144,7 @@ async def serving(model: Model, folder: Path) -> AsyncIterator[str]:
         processes.stop()
 
 
-async def scores_of(client: Client, name: str, model: Model) -> Scores:
+async def scores_of(client: Client, name: str, model: Model, turns: int) -> Scores:
     """One that gives up on such a model (pi and Codex do, over a reply that was cut off) has samples all the
     same."""
     sampling = SamplingSettings(temperature=1.0, max_tokens=model.answer_tokens)
@@ -147,7 +152,7 @@ async def scores_of(client: Client, name: str, model: Model) -> Scores:
         client,
         name,
         sampling=sampling,
-        limits=LIMITS,
+        limits=LIMITS.model_copy(update={"max_turns": turns}),
         context_tokens=max(model.context_tokens, LEAST_TOLD),
         max_tokens=model.answer_tokens,
         arguments="|| true",
@@ -167,7 +172,7 @@ async def scores_of(client: Client, name: str, model: Model) -> Scores:
     return found
 
 
-async def measure(names: Sequence[str], harnesses: Path, model: Model, folder: Path) -> None:
+async def measure(names: Sequence[str], harnesses: Path, model: Model, folder: Path, turns: int) -> None:
     print(f"{_line(*COLUMNS)}\n{_line(*('---' for _ in COLUMNS))}", flush=True)
     async with (
         serving(model, folder) as backend,
@@ -181,7 +186,7 @@ async def measure(names: Sequence[str], harnesses: Path, model: Model, folder: P
         await client.register_backend(POLICY, RegisterBackend(url=backend, kind=BackendKind.VLLM))
         for name in names:
             try:
-                print((await scores_of(client, name, model)).row(), flush=True)
+                print((await scores_of(client, name, model, turns)).row(), flush=True)
             except (RollserveError, TimeoutError) as error:
                 print(_line(name, "-", f"not measured: {error!r}"[:200]), flush=True)
 
@@ -191,6 +196,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(HARNESSES), help="of harnesses (none: all)")
     parser.add_argument("--from", dest="folder", type=Path, required=True, help="the installed harnesses")
     parser.add_argument("--smollm2", type=Path, help="its folder: sample from it, with vLLM")
+    parser.add_argument("--turns", type=int, default=LIMITS.max_turns, help="at most")
+    parser.add_argument("--answer-tokens", type=int, help="at most (none: the model's)")
     parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rollserve-logprobs-") as made:
@@ -204,7 +211,9 @@ def main() -> None:
             raise InfrastructureFailure(
                 f"no vLLM environment at {options.vllm_python}", hint="./scripts/setup-vllm makes it"
             )
-        asyncio.run(measure(options.names, options.folder.absolute(), model, place))
+        if options.answer_tokens is not None:
+            model = replace(model, answer_tokens=options.answer_tokens)
+        asyncio.run(measure(options.names, options.folder.absolute(), model, place, options.turns))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import json
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -29,7 +28,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rollserve.cli.processes import Processes, free_port
+from rollserve import stopping
+from rollserve.cli.processes import Processes
 from rollserve.client import Client, FinishedGroup, RunHandle
 from rollserve.client.delivery import lease
 from rollserve.client.http import Transport
@@ -169,8 +169,10 @@ class Trainer:
 
 
 @asynccontextmanager
-async def server(folder: Path, url: str) -> AsyncIterator[None]:
+async def server(folder: Path) -> AsyncIterator[str]:
+    """Its URL."""
     processes = Processes(folder / "logs")
+    url = f"http://127.0.0.1:{processes.port()}"
     command = [
         *(sys.executable, "-m", "rollserve", "serve", "--port", url.rsplit(":", 1)[1]),
         *("--data-dir", str(folder / "data"), "--workers", "1", "--runtime", "none"),
@@ -178,7 +180,7 @@ async def server(folder: Path, url: str) -> AsyncIterator[None]:
     ]
     try:
         await processes.wait_ready(processes.start("server", command), f"{url}/readyz", 60)
-        yield
+        yield url
     finally:
         processes.stop()
 
@@ -230,9 +232,8 @@ async def main(options: argparse.Namespace) -> None:
     ratios = [options.only] if options.only else list(RATIOS)
     cases = [Case(r, tail, use, bound) for r in ratios for tail in (False, True) for use, bound in USES]
     rows: list[dict[str, Any]] = []
-    url = f"http://127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory(prefix="rollserve-idle-") as folder:
-        async with server(Path(folder), url), Client(url) as client:
+        async with server(Path(folder)) as url, Client(url) as client:
             transport = Transport(url, None, timeout_s=120)
             for number, case in enumerate(cases):
                 rows.append(await measure(case, options.steps, number, client, transport))
@@ -248,5 +249,5 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--only", choices=list(RATIOS))
     parser.add_argument("--json", action="store_true")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stopping.end_as_interrupted()
     asyncio.run(main(parser.parse_args()))

@@ -24,7 +24,7 @@ import aiohttp
 import msgspec
 import uvloop
 
-from rollserve.cli.processes import Processes, free_port
+from rollserve.cli.processes import Processes
 from rollserve.tiny_tokenizer import TinyTokenizer
 
 
@@ -58,9 +58,9 @@ async def floor_round(url: str, episodes: int, turns: int) -> tuple[float, float
 
 
 async def floor(episodes: int, turns: int, rounds: int) -> dict[str, float]:
-    url = f"http://127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory() as folder:
         processes = Processes(Path(folder))
+        url = f"http://127.0.0.1:{processes.port()}"
         command = [
             *(sys.executable, "-m", "rollserve.testing.scripted_server", "--model", "scripted"),
             *("--port", url.rsplit(":", 1)[1], "--turns", str(turns), "--tokens", "200"),

@@ -25,8 +25,9 @@ from rollserve.api.app import make_app
 from rollserve.api.auth import Auth
 from rollserve.config import ApiSettings
 from rollserve.executor.base import StartAttempt
-from rollserve.store.base import AttemptPayload
-from rollserve.testing.fakes_server import FakeExecutor, FakePayloads, a_call, ended
+from rollserve.store.payload import AttemptPayload
+from rollserve.testing.fake_payloads import FakePayloads
+from rollserve.testing.fakes_server import FakeExecutor, a_call, ended
 from rollserve.testing.server_room import a_room
 from rollserve.wire import Delivery, parse_lease
 

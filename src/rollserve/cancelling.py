@@ -1,10 +1,10 @@
-"""What a cancel must not cut short."""
+"""What a cancel must not cut short, and what becomes of tasks that several wait for, or nobody."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -26,3 +26,14 @@ async def uninterrupted(work: Awaitable[T]) -> T:
             task.exception()  # retrieved: the cancel is the news
         raise cancelled
     return task.result()
+
+
+def unheard(task: asyncio.Task[Any]) -> None:
+    """For ``add_done_callback``: nobody waits for the task, and that it failed is no news."""
+    if not task.cancelled():
+        task.exception()
+
+
+def failed(task: asyncio.Task[Any]) -> bool:
+    """Of work that all who ask share: it came to nothing, and the next who asks begins it again."""
+    return task.done() and (task.cancelled() or task.exception() is not None)

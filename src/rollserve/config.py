@@ -13,7 +13,7 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, IPvAnyNetwork, ValidationError
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -154,19 +154,37 @@ class KubernetesSettings(_Section):
     start_s: Annotated[float, Field(gt=0)] = 600.0
 
 
+class SessionAddressSettings(_Section):
+    """Where agents in sandboxes elsewhere (``remote``, ``kubernetes``) reach their session: the URL they are
+    given, with ``{port}`` for the worker's; the host a worker listens on for it, and a range of ports of
+    which it takes the first that is free; certificate and key (PEM, both may be in one file); what such a
+    sandbox is to trust beside what it does anyway; whether plain HTTP may leave the loopback network."""
+
+    url: str | None = None
+    host: str = "0.0.0.0"
+    ports: Annotated[str, BeforeValidator(str), Field(pattern=r"^[0-9]{1,5}(-[0-9]{1,5})?$")] = "8800-8899"
+    certificate_file: Path | None = None
+    key_file: Path | None = None
+    ca_file: Path | None = None
+    allow_plain: bool = False
+
+
 class BackendsSettings(_Section):
     """How often the server looks at each backend. When a worker asks a backend on which nothing moves for
     its health, and when it gives up a generation that says nothing; how long a new one takes to get its
     whole share; whether backends are asked for the logprobs of a few tokens after each change of weights,
     and how far these may be apart; how many calls a worker has on a backend at once: as many as its metrics
-    speak for (``auto``), a number, or any (``off``); how many times slower than its peers one may be (0:
-    any); where the calls of a session go (to where it was, each to the least busy, or in turn)."""
+    speak for (``auto``), a number, or any (``off``); what reading a token of a prompt costs in sampled ones,
+    which bounds how long a call waits for the backend that has read its prompt before; how many times slower
+    than its peers one may be (0: any); where the calls of a session go (to where it was, each to the least
+    busy, or in turn)."""
 
     check_s: Annotated[float, Field(gt=0)] = 15.0
     quiet_s: Annotated[float, Field(gt=0)] = 120.0
     silent_s: Annotated[float, Field(gt=0)] = 600.0
     slow_start_s: Annotated[float, Field(ge=0)] = 30.0
     concurrency: Literal["auto", "off"] | Annotated[int, Field(ge=1)] = "auto"
+    read_cost: Annotated[float, Field(ge=0)] = 0.1
     outlier_ratio: Annotated[float, Field(ge=0)] = 3.0
     routing: Literal["sticky", "least_busy", "in_turn"] = "sticky"
     canary: bool = True
@@ -214,6 +232,7 @@ class Settings(BaseSettings):
     containers: ContainersSettings = ContainersSettings()
     remote: RemoteSettings = RemoteSettings()
     kubernetes: KubernetesSettings = KubernetesSettings()
+    session_address: SessionAddressSettings = SessionAddressSettings()
     backends: BackendsSettings = BackendsSettings()
     delivery: DeliverySettings = DeliverySettings()
 

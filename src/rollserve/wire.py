@@ -21,7 +21,7 @@ from rollserve.records.delivery import Checkpoint, Lease
 from rollserve.records.export import ExportSettings
 from rollserve.records.image import PlacedImage
 from rollserve.records.policy import MAX_VERSION, Backend, BackendSpec, PolicySpec
-from rollserve.records.regrade import Regrade
+from rollserve.records.regrade import JudgeRoutes, Regrade
 from rollserve.records.rollout import Attempt, Group, Rollout
 from rollserve.records.run import Run, RunSpec, SourceStatus
 from rollserve.records.sample import Sample, TokenReport
@@ -240,9 +240,11 @@ class Rewound(Record):
 
 
 class BeginRegrade(Record):
-    """Grade the run's stored attempts once more, by ``grader``."""
+    """Grade the run's stored attempts once more, by ``grader``, which may ask ``routes``; None: those that
+    the run has for graders."""
 
     grader: GraderSpec
+    routes: JudgeRoutes | None = None
 
 
 class RegradeStatus(Record):

@@ -13,6 +13,7 @@ from rollserve.usercode.hosts import HostSettings, ZygoteHosts
 AGENTS = '''
 import asyncio, os, sys
 from rollserve.agent.base import AgentResult
+from rollserve.agent.pictures import instruction_message
 from rollserve.errors import Conflict, ContextTooLong, InvalidInput, LimitReached, NotFound
 from rollserve.records.call import Message
 
@@ -74,6 +75,17 @@ class Looks:
     async def run(self, episode):
         result = await episode.tools.call("picture", "{}")
         return result.attachments[0].media_type + " " + result.attachments[0].base64
+
+class Shows:
+    """Shows what a tool attached, and says whether the model takes it."""
+
+    async def run(self, episode):
+        result = await episode.tools.call("picture", "{}")
+        image = await episode.model.show(result.attachments[0].data)
+        if image is None:
+            return "not seen"
+        task = await instruction_message(episode.task, episode.model)
+        return (await episode.model.chat([task, Message(role="user", images=(image,))])).message.content
 
 class Nothing:
     async def run(self, episode):

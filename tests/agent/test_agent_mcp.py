@@ -17,7 +17,12 @@ from rollserve.sandbox.base import Sandbox, SandboxSpec
 from rollserve.sandbox.bubblewrap import BubblewrapRuntime
 from rollserve.sandbox.process import ProcessRuntime
 from rollserve.testing.fakes import some_task
-from rollserve.testing.runtime_probes import processes_with, unique_seconds, wait_until_gone
+from rollserve.testing.runtime_probes import (
+    processes_with,
+    unique_seconds,
+    wait_until_gone,
+    wait_until_present,
+)
 from rollserve.usercode.hosts import ZygoteHosts
 
 SERVER = (Path(__file__).parent / "mcp_server.py").read_bytes()
@@ -103,10 +108,10 @@ async def test_a_server_that_dies_is_started_anew(hosts: ZygoteHosts, box: Sandb
 
 async def test_a_slow_call_times_out_and_others_go_on(hosts: ZygoteHosts, box: Sandbox) -> None:
     servers: dict[str, Any] = {name: {"command": COMMAND} for name in ("one", "two")}
-    async with opened(hosts, box, command_s=0.5, **servers) as tools:
+    async with opened(hosts, box, command_s=2, **servers) as tools:
         slow = await tools.call("one__slow", "{}")
         assert slow.is_error
-        assert "no answer of the MCP server 'one' in 0.5 s" in slow.text
+        assert "no answer of the MCP server 'one' in 2 s" in slow.text
         assert (await tools.call("two__count", "{}")).text == "1 "
 
 
@@ -114,7 +119,7 @@ async def test_a_server_ends_with_the_toolbox(hosts: ZygoteHosts, box: Sandbox) 
     mark = unique_seconds()
     start = ["sh", "-c", f"sleep {mark} & exec python3 server.py"]
     async with opened(hosts, box, s={"command": start}):
-        assert processes_with(mark)
+        await wait_until_present(mark)
     await wait_until_gone(mark)
     assert (await box.exec("echo on")).output == "on\n"
 

@@ -19,6 +19,7 @@ from rollserve.errors import (
     UnknownName,
 )
 from rollserve.records.call import Message
+from rollserve.records.image import digest_of
 from rollserve.records.task import AgentSpec
 from rollserve.sandbox.base import Sandbox, SandboxSpec
 from rollserve.sandbox.bubblewrap import BubblewrapRuntime
@@ -65,6 +66,24 @@ async def test_attachments_of_a_tool_reach_it(agent_hosts: ZygoteHosts) -> None:
     async with ToolCatalog(agent_hosts).open(some_task(tools=["my_tools:picture"]), None) as tools:
         result = await entry.make({}).run(some_episode(ScriptedModel(), tools))
     assert result.answer == "image/png UE5H"
+
+
+@pytest.mark.parametrize("sees", [True, False])
+async def test_it_shows_images_to_a_model_that_takes_them(sees: bool, agent_hosts: ZygoteHosts) -> None:
+    entry = await AgentCatalog(agent_hosts).resolve(AgentSpec(name="my_agents:Shows"))
+    assert entry.shows_pictures
+    model = ScriptedModel(says("a cat"), sees=sees)
+    task = some_task(tools=["my_tools:picture"], pictures=[{"url": "https://a.example/b.png", "at": 0}])
+    async with ToolCatalog(agent_hosts).open(task, None) as tools:
+        result = await entry.make({}).run(some_episode(model, tools, task=task))
+    if not sees:
+        assert (result.answer, model.shown, model.asked) == ("not seen", [b"PNG"], [])
+        return
+    assert result.answer == "a cat"
+    assert model.shown == [b"PNG", "https://a.example/b.png"]
+    ((first, second),) = model.asked
+    assert (first.content, [image.url for image in first.images]) == ("do it", ["https://a.example/b.png"])
+    assert [image.digest for image in second.images] == [digest_of(b"PNG")]
 
 
 async def test_it_forks_its_sandbox_and_reaches_a_port(agent_hosts: ZygoteHosts) -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 def opened(
     hosts: ZygoteHosts, *tools: str, sandbox: FakeSandbox | None = None, log: list[str] | None = None
 ) -> AbstractAsyncContextManager[BuiltToolbox]:
-    task = some_task(tools=list(tools), limits={"command_s": 0.5})
+    task = some_task(tools=list(tools), limits={"command_s": 2})
     lines = [] if log is None else log
     return ToolCatalog(hosts).open(task, sandbox, log=lines.append)
 
@@ -29,7 +29,7 @@ async def test_built_in_tools_start_no_process(agent_hosts: ZygoteHosts) -> None
     async with opened(agent_hosts, "shell", "submit", "echo", sandbox=sandbox) as tools:
         result = await tools.call("shell", '{"command": "false"}')
         assert result == ToolResult(text="x\n[exit code 3]", is_error=True)
-        assert sandbox.commands == [("false", 0.5)]
+        assert sandbox.commands == [("false", 2.0)]
         assert (await tools.call("submit", '{"answer": "1"}')).answer == "1"
         assert (await tools.call("echo", '{"text": "1"}')).text == "1"
         assert (await tools.call("echo", '{"text": 1}')).is_error
@@ -115,7 +115,7 @@ async def test_what_a_function_does_wrong_is_an_error_the_model_reads(agent_host
         assert "status 1" in died.text
         assert (await tools.call("remember", '{"word": "again"}')).text == "again"
         slow = await tools.call("slow", "{}")
-        assert slow == ToolResult(text="error: still running after 0.5 s", is_error=True)
+        assert slow == ToolResult(text="error: still running after 2 s", is_error=True)
         wrong = await tools.call("remember", '{"wrd": "x"}')
         assert wrong.is_error
         assert "word" in wrong.text

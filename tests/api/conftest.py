@@ -11,7 +11,8 @@ import uvicorn
 from rollserve.api.app import make_app
 from rollserve.api.auth import Auth
 from rollserve.config import ApiSettings
-from rollserve.testing.fakes_server import FakeExecutor, FakePayloads, completes
+from rollserve.testing.fake_payloads import FakePayloads
+from rollserve.testing.fakes_server import FakeExecutor, completes
 from rollserve.testing.server_room import Room, a_room, migrate_empty
 
 

@@ -7,7 +7,8 @@ import httpx
 import pytest
 
 from rollserve.api.app import make_app
-from rollserve.api.auth import Auth, ensure_admin_key, is_loopback, key_required
+from rollserve.api.auth import Auth, ensure_admin_key, key_required
+from rollserve.build.http import is_loopback
 from rollserve.config import ApiSettings
 from rollserve.testing.server_room import Room
 

@@ -9,7 +9,7 @@ import pytest
 
 from rollserve.client import Client, new_secret
 from rollserve.errors import NotFound
-from rollserve.records.callback import CallbackRule, MessageState
+from rollserve.records.callback import CallbackMessageState, CallbackRule
 from rollserve.records.policy import PolicySpec
 from rollserve.testing.callback_receiver import CallbackReceiver, a_receiver
 from rollserve.testing.server_room import Room, a_task
@@ -51,7 +51,9 @@ async def test_a_receiver_acks_what_it_keeps(room: Room, client: Client, receive
         return (await run.callback()).messages["sent"] == 1
 
     await room.until(sent)
-    assert [each.state async for each in run.messages(MessageState.SENT)] == [MessageState.SENT]
+    assert [each.state async for each in run.messages(CallbackMessageState.SENT)] == [
+        CallbackMessageState.SENT
+    ]
     assert await run.resend() == 0
 
 

@@ -10,7 +10,9 @@ import httpx
 import msgspec
 import pytest
 
-from rollserve.testing.fakes_server import completes
+from rollserve.executor.base import StartAttempt
+from rollserve.store.payload import AttemptPayload
+from rollserve.testing.fakes_server import FakeExecutor, a_call, completes, ended
 from rollserve.testing.server_room import Room
 from rollserve.wire import MSGPACK, Delivery, RunStatus
 
@@ -117,3 +119,38 @@ async def test_a_source_ends_and_whoever_waits_is_told(
     assert (source.state, source.position) == ("ended", 3)
     packed = await api.post(f"/v1/runs/{run_id}/deliveries", json={"wait_s": 0}, headers={"Accept": MSGPACK})
     assert msgspec.msgpack.decode(packed.content, type=Delivery).over is not None
+
+
+async def test_what_was_left_out_or_too_old_is_counted_and_shown(
+    api: httpx.AsyncClient, room: Room, tmp_path: Path
+) -> None:
+    def play(executor: FakeExecutor, worker_id: str, start: StartAttempt) -> None:
+        ref = room.payloads.keep(start.attempt_id, AttemptPayload(calls=[a_call()]))
+        attempt = ended(start, reward=float(start.index), payload=ref)
+        executor.end(start.attempt_id, attempt.model_copy(update={"counts": {"sampled_tokens": 3}}))
+
+    room.executor.play = play
+    line = json.dumps(TASK)
+    (tmp_path / "tasks.jsonl").write_text(f"{line}\n{{broken\n{line}\n")
+    run_id = await open_run(
+        api,
+        source={"path": "tasks.jsonl", "num_rollouts": 2, "on_broken_line": "skip"},
+        filters=[{"name": "too_hard", "threshold": 0.5}],
+        staleness={"max_staleness": 1},
+    )
+    assert (await lease(api, run_id))["over"] is not None
+    old = await open_run(api, staleness={"max_staleness": 1})
+    await api.post("/v1/policies/pol/version", json={"version": 3})
+    await api.post(f"/v1/runs/{old}/groups", json={"groups": [{"task": TASK, "num_rollouts": 2}]})
+    delivered = await lease(api, old)
+    rollouts = delivered["groups"][0]["rollouts"]
+    assert [len(each["samples"]) for each in rollouts] == [0, 0]
+    await api.post(f"/v1/deliveries/{delivered['lease']['id']}/ack")
+    groups = {name: each.count for name, each in (await status(api, run_id)).bins["groups"].items()}
+    assert groups == {"filtered:too_hard": 2, "broken_lines": 1}
+    lengths = (await status(api, old)).bins["stale_length"]
+    assert {name: each.count for name, each in lengths.items()} == {"2-3": 2}
+    text = (await api.get("/metrics")).text
+    assert 'rollserve_stale_rollouts_by_length{tokens="2-3"} 2.0' in text
+    assert 'rollserve_groups_by_control{what="filtered:too_hard"} 2.0' in text
+    assert 'rollserve_groups_by_control{what="broken_lines"} 1.0' in text

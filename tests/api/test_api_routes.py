@@ -16,7 +16,7 @@ from rollserve.testing.store_facts import LOST
 from rollserve.wire import Delivery, RecordedCalls, WireSample, from_wire
 
 POLICY = {"name": "pol", "model": "m", "tokenizer": "tiny"}
-GROUP = {"task": {"instruction": "act", "grader": {"name": "exact"}}, "num_rollouts": 2}
+GROUP: dict[str, Any] = {"task": {"instruction": "act", "grader": {"name": "exact"}}, "num_rollouts": 2}
 
 
 async def open_run(api: httpx.AsyncClient, **settings: Any) -> str:
@@ -310,7 +310,7 @@ async def test_a_rollout_without_readable_payload_says_so(api: httpx.AsyncClient
 async def test_check_stores_nothing(api: httpx.AsyncClient) -> None:
     run_id = await open_run(api)
     assert (await api.post("/v1/check", json={"groups": [GROUP]})).json() == {"groups": 1}
-    bad = {**GROUP, "task": {**GROUP["task"], "image": "nowhere"}}  # type: ignore[dict-item]
+    bad = {**GROUP, "task": {**GROUP["task"], "image": "nowhere"}}
     refused = await api.post("/v1/check", json={"groups": [GROUP, bad]})
     assert (refused.status_code, refused.json()["field"]) == (400, "groups.1.task.image")
     assert (await api.get(f"/v1/runs/{run_id}/groups")).json()["items"] == []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -59,9 +60,9 @@ def ask() -> Callable[..., GenerateRequest]:
         request_id: str = "r1",
         token_ids: list[int] | None = None,
         model: str = "scripted",
-        **sampling: object,
+        **sampling: Any,
     ) -> GenerateRequest:
-        params = SamplingParams(**{"max_tokens": 16, **sampling})  # type: ignore[arg-type]  # test sugar
+        params = SamplingParams(**{"max_tokens": 16, **sampling})
         return GenerateRequest(
             request_id=request_id, model=model, token_ids=token_ids or [5, 6, 7], sampling=params
         )
@@ -84,11 +85,12 @@ def eventually() -> Callable[[Callable[[], object]], Awaitable[None]]:
 
 
 @pytest.fixture
-def closed_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
+def closed_port() -> Iterator[int]:
+    """A port of this machine that nothing listens on but who asks for this one."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @pytest.fixture

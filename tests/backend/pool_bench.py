@@ -6,8 +6,9 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
-from rollserve.backend.base import Backend, GenerateRequest
+from rollserve.backend.base import Backend, GenerateRequest, Routed
 from rollserve.backend.member import PoolSettings
 from rollserve.backend.pool import BackendPool
 from rollserve.records import policy
@@ -18,7 +19,7 @@ from rollserve.testing.scripted import Fault, ScriptedBackend, ScriptedEngine
 Ask = Callable[..., GenerateRequest]
 
 
-PLAIN = {"slow_start_s": 0.0, "concurrency": "off"}
+PLAIN: dict[str, Any] = {"slow_start_s": 0.0, "concurrency": "off"}
 
 
 DOWN = Fault(kind="status", status=503, message="down")
@@ -27,11 +28,13 @@ DOWN = Fault(kind="status", status=503, message="down")
 BROKEN = Fault(kind="status", status=500, message="broken")
 
 
-def record(name: str, state: BackendState = BackendState.ACTIVE, url: str | None = None) -> policy.Backend:
+def record(
+    name: str, state: BackendState = BackendState.ACTIVE, url: str | None = None, weight: float = 1.0
+) -> policy.Backend:
     return policy.Backend(
         id=name,
         policy="p",
-        spec=BackendSpec(url=url or f"http://{name}", kind=BackendKind.SCRIPTED),
+        spec=BackendSpec(url=url or f"http://{name}", kind=BackendKind.SCRIPTED, weight=weight),
         info=BackendInfo(engine="scripted", models=["scripted"]),
         state=state,
     )
@@ -40,7 +43,7 @@ def record(name: str, state: BackendState = BackendState.ACTIVE, url: str | None
 class Bench:
     """A pool, its clock, and the engine behind each backend by name."""
 
-    def __init__(self, **settings: float | str) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.clock = FakeClock()
         self.engines: dict[str, ScriptedEngine] = {}
         self.backends: dict[str, ScriptedBackend] = {}
@@ -48,7 +51,7 @@ class Bench:
         self.pool = BackendPool(
             model="scripted",
             make=self._make,
-            settings=PoolSettings(**{**PLAIN, **settings}),  # type: ignore[arg-type]  # test sugar
+            settings=PoolSettings(**{**PLAIN, **settings}),
             on_report=lambda backend_id, ok, detail: self.reports.append((backend_id, ok)),
             clock=self.clock,
             rng=random.Random(0),
@@ -76,6 +79,21 @@ class Bench:
     def hold(self, *names: str) -> None:
         for name in names:
             self.engines[name].gate.clear()
+
+    async def begin(self, ask: Ask, many: int, session: str = "s") -> list[asyncio.Task[Routed]]:
+        """A call for each of so many sessions; where they go is settled when this returns."""
+        calls = [
+            asyncio.create_task(self.pool.generate(f"{session}{n}", ask(f"{session}{n}")))
+            for n in range(many)
+        ]
+        await self.clock.settle()
+        return calls
+
+    async def let_go(self, calls: list[asyncio.Task[Routed]]) -> list[Routed]:
+        """What was held answers, everywhere."""
+        for engine in self.engines.values():
+            engine.gate.set()
+        return await asyncio.gather(*calls)
 
     def in_flight(self) -> dict[str, int]:
         return {name: numbers["in_flight"] for name, numbers in self.pool.stats().items()}

@@ -70,7 +70,8 @@ async def test_a_server_that_loads_none_says_what_to_do(url: str, connect: Any) 
 @pytest.mark.parametrize(
     ("kind", "path", "says"),
     [
-        (BackendKind.SGLANG, "/a", "loads no adapters"),
+        (BackendKind.OPENAI, "/a", "loads no adapters"),
+        (BackendKind.SGLANG, "", "path"),
         (BackendKind.VLLM, "", "path"),
         (BackendKind.VLLM, 3, "3"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -12,9 +13,10 @@ from rollserve.errors import BackendError, InvalidInput
 from rollserve.gateway.tokens import load_tokenizer
 from rollserve.records.call import Message, SamplingParams, ToolCall
 from rollserve.records.policy import BackendKind, BackendSpec
+from rollserve.testing.asgi import Receive, Scope, Send, answer
 from rollserve.testing.scripted import Reply, ScriptedEngine, replies
 from rollserve.testing.scripted_chat import ChatApp, Form
-from rollserve.testing.scripted_server import Receive, Scope, Send, answer, serving
+from rollserve.testing.scripted_server import serving
 
 Connect = Callable[..., Backend]
 TOOL = {"type": "function", "function": {"name": "shell", "parameters": {"type": "object"}}}
@@ -22,18 +24,18 @@ CALL = '<tool_call>\n{"name": "shell", "arguments": {"command": "ls"}}\n</tool_c
 TOKENS: tuple[Form, ...] = ("vllm", "sglang", "llama.cpp")
 
 
-def says(text: str, **options: object) -> ScriptedEngine:
+def says(text: str, **options: Any) -> ScriptedEngine:
     ids = tuple(load_tokenizer("tiny").encode(f"{text}<|im_end|>"))
-    return ScriptedEngine(replies(Reply(token_ids=ids)), label=None, **options)  # type: ignore[arg-type]
+    return ScriptedEngine(replies(Reply(token_ids=ids)), label=None, **options)
 
 
-def request(*messages: Message, tools: bool = False, **sampling: object) -> GenerateRequest:
+def request(*messages: Message, tools: bool = False, **sampling: Any) -> GenerateRequest:
     given = messages or (Message(role="user", content="hi"),)
     return GenerateRequest(
         request_id="r1",
         model="scripted",
         token_ids=[],
-        sampling=SamplingParams(**{"max_tokens": 64, **sampling}),  # type: ignore[arg-type]  # test sugar
+        sampling=SamplingParams(**{"max_tokens": 64, **sampling}),
         chat=Chat(messages=given, tools=(TOOL,) if tools else ()),
     )
 

@@ -5,26 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollserve.backend.base import Backend
 from rollserve.records.policy import BackendKind
+from rollserve.testing.asgi import served
 from rollserve.testing.backend_conformance import BackendConformance, Subject, TextConformance
 from rollserve.testing.scripted import ScriptedBackend, ScriptedEngine, random_reply
 from rollserve.testing.scripted_chat import ChatApp, Form
-from rollserve.testing.scripted_server import ScriptedApp, served, serving
+from rollserve.testing.scripted_server import ScriptedApp, serving
 from rollserve.testing.scripted_sglang import SglangApp
 
 
-def slow_engine(**options: object) -> ScriptedEngine:
+def slow_engine(**options: Any) -> ScriptedEngine:
     """A token every 5 ms: long replies can be stopped while they run."""
     return ScriptedEngine(
         random_reply(400),
         context_tokens=1024,
         latency_s=2.0,
         chunk_tokens=1,
-        **options,  # type: ignore[arg-type]  # test sugar
+        **options,
     )
 
 

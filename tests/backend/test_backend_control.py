@@ -13,8 +13,9 @@ from rollserve.backend.engine_control import make_control
 from rollserve.errors import BackendUnavailable, InvalidInput
 from rollserve.records.policy import BackendKind, BackendSpec
 from rollserve.records.update import UpdateMode
+from rollserve.testing.asgi import Receive, Scope, Send, answer
 from rollserve.testing.scripted import Reply, ScriptedEngine
-from rollserve.testing.scripted_server import ScriptedApp, answer, serving
+from rollserve.testing.scripted_server import ScriptedApp, serving
 from rollserve.testing.scripted_sglang import SglangApp
 
 Ask = Callable[..., GenerateRequest]
@@ -46,8 +47,10 @@ async def test_keep_freezes_what_runs_and_it_goes_on_under_the_new_label(
     talkative.latency_s = 0.3
     call = asyncio.create_task(connect(url).generate(ask()))
     await until_sampling(talkative, eventually)
+    talkative.gate.clear()  # it does not end before it is paused
     assert await control.check(UpdateMode.KEEP) == ""
     await control.pause(UpdateMode.KEEP, 5.0)
+    talkative.gate.set()
     made = talkative.generated_tokens
     await asyncio.sleep(0.1)
     assert talkative.generated_tokens <= made + 1
@@ -63,9 +66,10 @@ async def test_keep_freezes_what_runs_and_it_goes_on_under_the_new_label(
 async def test_abort_ends_what_runs_with_what_it_had(
     control: Control, talkative: ScriptedEngine, url: str, connect: Connect, ask: Ask, eventually: Eventually
 ) -> None:
-    talkative.latency_s = 5.0
+    talkative.latency_s = 0.3
     call = asyncio.create_task(connect(url).generate(ask()))
     await until_sampling(talkative, eventually)
+    talkative.gate.clear()  # it does not end by itself
     await control.pause(UpdateMode.ABORT, 5.0)
     generation = await call
     assert generation.finish_reason == "abort"
@@ -89,8 +93,8 @@ async def test_drain_waits_for_what_runs_and_holds_what_comes(
 
 
 async def test_missing_routes_are_said_before_anything_is_paused(app: ScriptedApp, control: Control) -> None:
-    async def closed(scope: object, body: bytes, receive: object, send: object) -> None:
-        await answer(send, 404, {"detail": "Not Found"})  # type: ignore[arg-type]  # as the app's own
+    async def closed(scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        await answer(send, 404, {"detail": "Not Found"})
 
     app.add_route("/is_paused", closed)
     with pytest.raises(InvalidInput, match="has no route /is_paused") as error:

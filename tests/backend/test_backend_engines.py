@@ -12,8 +12,9 @@ import pytest
 from rollserve.backend.base import Backend
 from rollserve.errors import InvalidInput
 from rollserve.records.policy import BackendKind
+from rollserve.testing.asgi import Receive, Scope, Send, answer, send_body
 from rollserve.testing.scripted import ScriptedEngine
-from rollserve.testing.scripted_server import Receive, Scope, ScriptedApp, Send, answer, send_body, serving
+from rollserve.testing.scripted_server import ScriptedApp, serving
 from rollserve.testing.scripted_sglang import SglangApp
 
 Connect = Callable[..., Backend]

@@ -13,8 +13,9 @@ from rollserve.backend.http import Http
 from rollserve.backend.vllm import VllmBackend
 from rollserve.errors import BackendError, BackendUnavailable, ContextTooLong, InvalidInput, UnknownName
 from rollserve.records.policy import BackendKind
+from rollserve.testing.asgi import Receive, Scope, Send, served
 from rollserve.testing.scripted import Fault, Reply, ScriptedEngine, replies
-from rollserve.testing.scripted_server import ScriptedApp, served, serving
+from rollserve.testing.scripted_server import ScriptedApp, serving
 
 Connect = Callable[..., Backend]
 Ask = Callable[..., GenerateRequest]
@@ -151,11 +152,11 @@ async def test_cancel_is_passed_on_only_when_the_abort_was_answered(
     asked, answer = asyncio.Event(), asyncio.Event()
     inner = ScriptedApp(engine)
 
-    async def app(scope: dict[str, object], receive: object, send: object) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/inference/v1/abort_requests":
             asked.set()
             await answer.wait()
-        await inner(scope, receive, send)  # type: ignore[arg-type]  # ASGI callables passed through
+        await inner(scope, receive, send)
 
     async with served(app) as url, asyncio.timeout(20):
         task = asyncio.create_task(connect(url).generate(ask("r9")))
@@ -201,10 +202,10 @@ async def test_probe_of_a_closed_port(closed_port: int, connect: Connect, kind: 
 
 @BOTH
 async def test_probe_of_a_web_page(connect: Connect, kind: BackendKind) -> None:
-    async def page(scope: object, receive: object, send: Callable[..., object]) -> None:
+    async def page(scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/html")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})  # type: ignore[misc]
-        await send({"type": "http.response.body", "body": HTML})  # type: ignore[misc]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": HTML})
 
     async with served(page) as url:
         with pytest.raises(InvalidInput, match="an HTML page 'Welcome to nginx!'") as caught:
@@ -217,11 +218,11 @@ async def test_probe_of_a_web_page(connect: Connect, kind: BackendKind) -> None:
 async def test_probe_of_a_rollserve_server(
     connect: Connect, kind: BackendKind, status: int, code: str
 ) -> None:
-    async def problem(scope: object, receive: object, send: Callable[..., object]) -> None:
+    async def problem(scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"application/problem+json")]
         body = b'{"type": "about:blank", "status": %d, "code": "%s"}' % (status, code.encode())
-        await send({"type": "http.response.start", "status": status, "headers": headers})  # type: ignore[misc]
-        await send({"type": "http.response.body", "body": body})  # type: ignore[misc]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
     async with served(problem) as url:
         with pytest.raises(InvalidInput, match="is a rollserve server") as caught:
@@ -232,10 +233,10 @@ async def test_probe_of_a_rollserve_server(
 
 @BOTH
 async def test_probe_of_another_api(connect: Connect, kind: BackendKind) -> None:
-    async def api(scope: object, receive: object, send: Callable[..., object]) -> None:
+    async def api(scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})  # type: ignore[misc]
-        await send({"type": "http.response.body", "body": b'{"hello": "world"}'})  # type: ignore[misc]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b'{"hello": "world"}'})
 
     async with served(api) as url:
         with pytest.raises(InvalidInput, match="hello") as caught:
@@ -301,13 +302,13 @@ async def test_openai_probe_refuses_text_without_ids(connect: Connect) -> None:
     text_only = b'{"choices":[{"index":0,"text":"hi","finish_reason":"stop","logprobs":{"tokens":["hi"],'
     text_only += b'"token_logprobs":[-0.5]}}]}'
 
-    async def app(scope: dict[str, object], receive: object, send: Callable[..., object]) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] != "/v1/completions":
-            await inner(scope, receive, send)  # type: ignore[arg-type]  # ASGI callables passed through
+            await inner(scope, receive, send)
             return
         headers = [(b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})  # type: ignore[misc]
-        await send({"type": "http.response.body", "body": text_only})  # type: ignore[misc]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": text_only})
 
     async with served(app) as url:
         with pytest.raises(InvalidInput, match=r"text and no token ids.*return_token_ids") as caught:

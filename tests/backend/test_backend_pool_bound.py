@@ -98,14 +98,12 @@ async def test_the_bound_follows_the_engines_metrics(ask: Ask) -> None:
     async with closing(Bench(concurrency="auto", metrics_s=2.0)) as bench:
         bench.serve("a")
         engine, backend = bench.engines["a"], bench.backends["a"]
-        plain = backend.health
 
-        async def health() -> BackendHealth:
-            seen = await plain()
+        def busy(seen: BackendHealth) -> BackendHealth:
             tokens = int(bench.clock.monotonic() * 1000)
             return structs.replace(seen, kv_use=min(1.0, len(engine.running) / 20), generated_tokens=tokens)
 
-        backend.health = health  # type: ignore[method-assign]
+        backend.tells = busy
         bench.hold("a")
         calls = [asyncio.create_task(bench.pool.generate(f"s{n}", ask(f"r{n}"))) for n in range(300)]
         await bench.clock.settle()

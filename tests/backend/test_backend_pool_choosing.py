@@ -26,12 +26,9 @@ async def test_sessions_stay_where_they_are(bench: Bench, ask: Ask) -> None:
 async def test_300_at_once_through_three_are_balanced(bench: Bench, ask: Ask) -> None:
     bench.serve("a", "b", "c")
     bench.hold("a", "b", "c")
-    calls = [asyncio.create_task(bench.pool.generate(f"s{n}", ask(f"r{n}"))) for n in range(300)]
-    await bench.clock.settle()
+    calls = await bench.begin(ask, 300)
     assert bench.in_flight() == {"a": 100, "b": 100, "c": 100}
-    for engine in bench.engines.values():
-        engine.gate.set()
-    done = await asyncio.gather(*calls)
+    done = await bench.let_go(calls)
     assert Counter(routed.backend_id for routed in done) == {"a": 100, "b": 100, "c": 100}
     assert bench.in_flight() == {"a": 0, "b": 0, "c": 0}
 
@@ -39,16 +36,12 @@ async def test_300_at_once_through_three_are_balanced(bench: Bench, ask: Ask) ->
 async def test_a_new_backend_takes_its_share_and_no_more(bench: Bench, ask: Ask) -> None:
     bench.serve("a", "b")
     bench.hold("a", "b")
-    calls = [asyncio.create_task(bench.pool.generate(f"s{n}", ask(f"r{n}"))) for n in range(40)]
-    await bench.clock.settle()
+    calls = await bench.begin(ask, 40)
     bench.serve("a", "b", "c")
     bench.hold("c")
-    calls += [asyncio.create_task(bench.pool.generate(f"t{n}", ask(f"q{n}"))) for n in range(80)]
-    await bench.clock.settle()
+    calls += await bench.begin(ask, 80, "t")
     assert bench.in_flight() == {"a": 40, "b": 40, "c": 40}
-    for engine in bench.engines.values():
-        engine.gate.set()
-    await asyncio.gather(*calls)
+    await bench.let_go(calls)
 
 
 async def test_sticky_sessions_leave_a_backend_that_is_far_busier(bench: Bench, ask: Ask) -> None:
@@ -57,14 +50,11 @@ async def test_sticky_sessions_leave_a_backend_that_is_far_busier(bench: Bench, 
         await bench.pool.generate(f"s{n}", ask())
     bench.serve("a", "b")
     bench.hold("a", "b")
-    calls = [asyncio.create_task(bench.pool.generate(f"s{n}", ask(f"r{n}"))) for n in range(40)]
-    await bench.clock.settle()
+    calls = await bench.begin(ask, 40)
     shares = bench.in_flight()
     assert sum(shares.values()) == 40
     assert shares["b"] >= 10
-    for engine in bench.engines.values():
-        engine.gate.set()
-    await asyncio.gather(*calls)
+    await bench.let_go(calls)
 
 
 async def test_in_flight_returns_to_zero_however_calls_end(bench: Bench, ask: Ask) -> None:
@@ -99,28 +89,21 @@ async def test_release_forgets_the_session(bench: Bench, ask: Ask) -> None:
 
 
 async def test_shares_follow_weights(bench: Bench, ask: Ask) -> None:
-    heavy = record("b")
-    heavy = heavy.model_copy(update={"spec": heavy.spec.model_copy(update={"weight": 3.0})})
+    heavy = record("b", weight=3.0)
     bench.pool.update([record("a"), heavy])
     bench.hold("a", "b")
-    calls = [asyncio.create_task(bench.pool.generate(f"s{n}", ask(f"r{n}"))) for n in range(80)]
-    await bench.clock.settle()
+    calls = await bench.begin(ask, 80)
     assert bench.in_flight() == {"a": 20, "b": 60}
-    for engine in bench.engines.values():
-        engine.gate.set()
-    await asyncio.gather(*calls)
+    await bench.let_go(calls)
 
 
 async def test_in_turn_is_by_weight_however_busy_and_for_good(ask: Ask) -> None:
     async with closing(Bench(routing="in_turn", imbalance=0)) as bench:
-        heavy = record("b")
-        heavy = heavy.model_copy(update={"spec": heavy.spec.model_copy(update={"weight": 3.0})})
+        heavy = record("b", weight=3.0)
         bench.pool.update([record("a"), heavy])
         bench.hold("a")
-        calls = [asyncio.create_task(bench.pool.generate(f"s{n}", ask(f"r{n}"))) for n in range(8)]
-        await bench.clock.settle()
-        calls += [asyncio.create_task(bench.pool.generate(f"t{n}", ask(f"q{n}"))) for n in range(8)]
-        await bench.clock.settle()
+        calls = await bench.begin(ask, 8)
+        calls += await bench.begin(ask, 8, "t")
         assert bench.in_flight() == {"a": 4, "b": 0}
         bench.engines["a"].gate.set()
         first = {call.backend_id for call in await asyncio.gather(*calls[:8])}
@@ -146,35 +129,27 @@ async def test_to_the_least_busy_whatever_backend_a_session_had(ask: Ask) -> Non
         calls = [asyncio.create_task(bench.pool.generate("s", ask(f"r{n}"))) for n in range(4)]
         await bench.clock.settle()
         assert bench.in_flight() == {"a": 2, "b": 2}
-        for engine in bench.engines.values():
-            engine.gate.set()
-        await asyncio.gather(*calls)
+        await bench.let_go(calls)
 
 
 async def test_another_weight_is_the_same_backend(bench: Bench, ask: Ask) -> None:
     bench.serve("a")
     await bench.pool.generate("s", ask())
-    heavier = record("a").model_copy(update={"spec": record("a").spec.model_copy(update={"weight": 2.0})})
-    bench.pool.update([heavier])
+    bench.pool.update([record("a", weight=2.0)])
     assert bench.pool.stats()["a"]["sessions"] == 1
     assert not bench.backends["a"].closed
 
 
 async def test_a_heavy_home_is_not_left_for_its_fair_lead(bench: Bench, ask: Ask) -> None:
-    heavy = record("b")
-    heavy = heavy.model_copy(update={"spec": heavy.spec.model_copy(update={"weight": 10.0})})
+    heavy = record("b", weight=10.0)
     bench.pool.update([heavy])
     for n in range(20):
         await bench.pool.generate(f"s{n}", ask())
     bench.pool.update([record("a"), heavy])
     bench.hold("a", "b")
-    calls = [asyncio.create_task(bench.pool.generate("x", ask("x0")))]
-    calls += [asyncio.create_task(bench.pool.generate(f"s{n}", ask(f"r{n}"))) for n in range(20)]
-    await bench.clock.settle()
+    calls = [*await bench.begin(ask, 1, "x"), *await bench.begin(ask, 20)]
     assert bench.in_flight()["b"] >= 18
-    for engine in bench.engines.values():
-        engine.gate.set()
-    await asyncio.gather(*calls)
+    await bench.let_go(calls)
 
 
 async def test_a_new_backend_begins_with_a_small_share_that_grows(ask: Ask) -> None:
@@ -182,32 +157,24 @@ async def test_a_new_backend_begins_with_a_small_share_that_grows(ask: Ask) -> N
         bench.serve("a", "b")
         await bench.clock.advance(60)
         bench.hold("a", "b")
-        calls = [asyncio.create_task(bench.pool.generate(f"s{n}", ask(f"r{n}"))) for n in range(40)]
-        await bench.clock.settle()
+        calls = await bench.begin(ask, 40)
         bench.serve("a", "b", "c")
         bench.hold("c")
-        calls += [asyncio.create_task(bench.pool.generate(f"t{n}", ask(f"q{n}"))) for n in range(20)]
-        await bench.clock.settle()
+        calls += await bench.begin(ask, 20, "t")
         assert bench.in_flight()["c"] <= 4, "a tenth of a share of twenty to thirty"
         await bench.clock.advance(30)
-        calls += [asyncio.create_task(bench.pool.generate(f"u{n}", ask(f"p{n}"))) for n in range(60)]
-        await bench.clock.settle()
+        calls += await bench.begin(ask, 60, "u")
         assert bench.in_flight() == {"a": 40, "b": 40, "c": 40}
-        for engine in bench.engines.values():
-            engine.gate.set()
-        await asyncio.gather(*calls)
+        await bench.let_go(calls)
 
 
 async def test_a_fleet_that_is_all_new_shares_evenly(ask: Ask) -> None:
     async with closing(Bench(slow_start_s=30.0)) as bench:
         bench.serve("a", "b", "c")
         bench.hold("a", "b", "c")
-        calls = [asyncio.create_task(bench.pool.generate(f"s{n}", ask(f"r{n}"))) for n in range(30)]
-        await bench.clock.settle()
+        calls = await bench.begin(ask, 30)
         assert bench.in_flight() == {"a": 10, "b": 10, "c": 10}
-        for engine in bench.engines.values():
-            engine.gate.set()
-        await asyncio.gather(*calls)
+        await bench.let_go(calls)
 
 
 async def test_one_that_is_back_from_failure_starts_slowly(ask: Ask) -> None:
@@ -224,12 +191,9 @@ async def test_one_that_is_back_from_failure_starts_slowly(ask: Ask) -> None:
         await bench.pool.generate("trial2", ask("trial2"))
         assert bench.state("b") == "ok"
         bench.hold("a", "b")
-        calls = [asyncio.create_task(bench.pool.generate(f"s{n}", ask(f"r{n}"))) for n in range(40)]
-        await bench.clock.settle()
+        calls = await bench.begin(ask, 40)
         assert bench.in_flight()["b"] <= 5
-        for engine in bench.engines.values():
-            engine.gate.set()
-        await asyncio.gather(*calls)
+        await bench.let_go(calls)
 
 
 async def test_churn_leaks_no_count_and_no_new_backend_takes_everything(ask: Ask) -> None:

@@ -83,9 +83,10 @@ async def test_a_prompt_that_does_not_fit_is_not_retried(bench: Bench, ask: Ask)
     assert bench.state("a") == bench.state("b") == "ok"
 
 
-async def test_a_busy_backend_rests_and_is_not_failed(bench: Bench, ask: Ask) -> None:
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_busy_backend_rests_and_is_not_failed(bench: Bench, ask: Ask, status: int) -> None:
     bench.serve("a")
-    busy = Fault(kind="status", status=429, message="queue full", retry_after_s=5)
+    busy = Fault(kind="status", status=status, message="queue full", retry_after_s=5)
     bench.engines["a"].faults.extend([busy] * 4)
     call = asyncio.create_task(bench.pool.generate("s", ask()))
     await bench.clock.advance(4.9)
@@ -156,6 +157,18 @@ async def test_health_is_asked_with_back_off(bench: Bench, ask: Ask) -> None:
     asked = bench.backends["a"].health_checks
     assert 20 <= asked <= 60
     assert bench.state("a") == "failed"
+
+
+async def test_one_in_whose_place_another_model_is_served_stays_out(bench: Bench, ask: Ask) -> None:
+    bench.serve("a", "b")
+    await fail(bench, ask, "a")
+    bench.up("a")
+    bench.engines["a"].model = "another"
+    await bench.clock.advance(600.0)
+    assert bench.state("a") == "failed"
+    bench.engines["a"].model = "scripted"
+    await bench.clock.advance(60.0)
+    assert bench.state("a") == "trial"
 
 
 async def test_half_open_lets_one_call_through(bench: Bench, ask: Ask) -> None:

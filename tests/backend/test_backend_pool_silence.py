@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from rollserve.backend.base import BackendHealth
 from rollserve.errors import BackendUnavailable
 from rollserve.rollouts.clock import ActiveTimer
 from rollserve.testing.scripted import Fault
@@ -169,10 +170,10 @@ async def test_a_sick_backend_is_to_blame_at_once(out: Out) -> None:
 
 
 async def test_a_health_that_breaks_is_a_sick_backend(out: Out) -> None:
-    def broken() -> object:
+    def broken(health: BackendHealth) -> BackendHealth:
         raise ZeroDivisionError("oops")
 
-    out.bench.backends["a"].health = broken  # type: ignore[assignment,method-assign]  # a third party's
+    out.bench.backends["a"].tells = broken
     error = await out.judge()
     assert error is not None
     assert "oops" in error.message

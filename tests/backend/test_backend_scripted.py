@@ -18,8 +18,10 @@ from rollserve.backend.registry import make_backend
 from rollserve.backend.vllm import VllmBackend
 from rollserve.records import policy
 from rollserve.records.policy import BackendInfo, BackendKind, BackendSpec
+from rollserve.testing.asgi import served
 from rollserve.testing.scripted import ScriptedBackend, ScriptedEngine
-from rollserve.testing.scripted_server import ScriptedApp, episode, served, serving
+from rollserve.testing.scripted_server import ScriptedApp, serving
+from rollserve.testing.scripted_turns import episode
 from rollserve.tiny_tokenizer import TinyTokenizer
 
 Connect = Callable[..., Backend]

@@ -13,11 +13,19 @@ from rollserve.agent.harness.table import HARNESSES
 from rollserve.build.catalogs import Catalogs, make_catalogs, make_hosts
 from rollserve.build.images import image_settings
 from rollserve.build.network import make_egress
-from rollserve.config import ApiSettings, ImagesSettings, NetworkSettings, Settings, WorkerSettings
+from rollserve.config import (
+    ApiSettings,
+    ImagesSettings,
+    NetworkSettings,
+    SessionAddressSettings,
+    Settings,
+    WorkerSettings,
+)
 from rollserve.errors import ConfigError, InvalidInput
 from rollserve.records.task import AgentSpec, GraderSpec, Task
 from rollserve.sandbox.base import RuntimeReport
-from rollserve.testing.fakes_worker import FakeRuntime, Hooks, Journal
+from rollserve.testing.fakes_sandbox import FakeRuntime
+from rollserve.testing.journal import Hooks, Journal
 
 
 @pytest.fixture
@@ -41,6 +49,16 @@ async def test_an_agent_that_acts_inside_needs_a_sandbox(
     with pytest.raises(InvalidInput) as caught:
         await catalogs.check_task(task, "task")
     assert caught.value.field == "task.agent.name"
+
+
+@pytest.mark.parametrize("below", ["a/b", "a/b/c", "./a//b", "x/../a/b"])
+async def test_a_file_that_is_to_be_a_folder_too_is_refused(catalogs: Catalogs, below: str) -> None:
+    grader = GraderSpec(name="exact", options={"answer": "x"})
+    task = Task(instruction="x", tools=[], grader=grader, files={"a": "1", below: "2"})
+    with pytest.raises(InvalidInput, match="'a' is a file") as caught:
+        await catalogs.check_task(task, "task")
+    assert caught.value.field == f"task.files.{below}"
+    await catalogs.check_task(task.model_copy(update={"files": {"a": "1", "ab": "2", "/a/b": "3"}}), "task")
 
 
 def harness_task(**changes: Any) -> Task:
@@ -80,6 +98,66 @@ async def test_what_is_mounted_needs_a_runtime_that_mounts(catalogs: Catalogs, t
     with pytest.raises(InvalidInput, match="mounts nothing") as caught:
         await held.check_task(harness_task(runtime="process"), "task")
     assert caught.value.field == "task.runtime"
+
+
+def elsewhere(catalogs: Catalogs, *, advertises: bool) -> Catalogs:
+    """Sandboxes on other machines."""
+    runtime = FakeRuntime(Hooks(), Journal())
+    runtime.can = ("dial",)
+    return replace(catalogs, runtimes={"remote": runtime}, advertises_sessions=advertises)
+
+
+def command_task() -> Task:
+    agent = AgentSpec(name="command", options={"command": "x"})
+    return harness_task().model_copy(update={"agent": agent, "runtime": "remote"})
+
+
+async def test_an_agent_inside_a_sandbox_elsewhere_needs_an_address(catalogs: Catalogs) -> None:
+    with pytest.raises(InvalidInput, match="advertises no address") as caught:
+        await elsewhere(catalogs, advertises=False).check_task(command_task(), "task")
+    assert caught.value.field == "task.runtime"
+    for setting in ("session_address.url", ".certificate_file", ".key_file"):
+        assert setting in (caught.value.hint or "")
+    await elsewhere(catalogs, advertises=True).check_task(command_task(), "task")
+
+
+async def test_an_agent_in_the_worker_needs_none(catalogs: Catalogs) -> None:
+    task = harness_task(runtime="remote").model_copy(update={"agent": AgentSpec(name="tool")})
+    await elsewhere(catalogs, advertises=False).check_task(task, "task")
+
+
+async def test_a_runtime_without_any_way_is_refused(catalogs: Catalogs) -> None:
+    held = elsewhere(catalogs, advertises=True)
+    runtime = FakeRuntime(Hooks(), Journal())
+    runtime.can = ()
+    with pytest.raises(InvalidInput, match="no agent inside reaches its session") as caught:
+        await replace(held, runtimes={"remote": runtime}).check_task(command_task(), "task")
+    assert caught.value.field == "task.runtime"
+
+
+async def test_a_sandbox_elsewhere_mounts_no_harness_of_this_machine(
+    catalogs: Catalogs, tmp_path: Path
+) -> None:
+    held = elsewhere(catalogs, advertises=True)
+    await held.check_task(harness_task(runtime="remote"), "task")
+    program = tmp_path / "harnesses" / HARNESSES["pi"].folder / "bin" / "pi"
+    program.parent.mkdir(parents=True)
+    program.touch()
+    with pytest.raises(InvalidInput, match="mounts nothing") as caught:
+        await held.check_task(harness_task(runtime="remote"), "task")
+    assert "provide" in (caught.value.hint or "")
+
+
+async def test_the_settings_say_whether_an_address_is_advertised(tmp_path: Path) -> None:
+    for told in ({}, {"url": "https://127.0.0.1:{port}"}):
+        settings = Settings(
+            data_dir=tmp_path,
+            workers=WorkerSettings(runtime="none"),
+            session_address=SessionAddressSettings.model_validate(told),
+        )
+        hosts = make_hosts(settings)
+        assert make_catalogs(settings, hosts).advertises_sessions is bool(told)
+        await hosts.close()
 
 
 def needing(*limits: str) -> Task:
@@ -197,3 +275,34 @@ def test_images_as_the_settings_have_them(tmp_path: Path, monkeypatch: pytest.Mo
     images = ImagesSettings(dir=tmp_path / "shared", auth_file=tmp_path / "auth.json")
     made = image_settings(Settings(data_dir=tmp_path, images=images))
     assert (made.folder, made.access.auth_file) == (tmp_path / "shared", tmp_path / "auth.json")
+
+
+def pictured(*pictures: dict[str, Any], **changes: Any) -> Task:
+    grader = GraderSpec(name="exact", options={"answer": "x"})
+    return Task.model_validate(
+        {"instruction": "abc", "tools": [], "grader": grader, "pictures": pictures} | changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "field", "why"),
+    [
+        (pictured({"url": "https://a.example/b.png"}, {"url": "data:image/png,x"}), "1.url", "base64"),
+        (pictured({"url": "data:image/png;base64,!"}), "0.url", "not base64"),
+        (pictured({"url": "data:image/png;base64,eA==", "at": 4}), "0.at", "behind the end"),
+        (pictured({"url": f"https://{'a' * 9000}"}), "0.url", "more than 8192 characters"),
+        (pictured(*[{"url": f"data:image/png;base64,{'A' * (3 << 20)}"}] * 3), "", "characters at most"),
+        (pictured({"url": "https://a"}, agent={"name": "pi"}), "", "'pi' shows no pictures"),
+        (pictured({"url": "https://a"}, agent={"name": "codex"}), "", "shows no"),
+    ],
+)
+async def test_pictures_are_looked_at_before_anything_starts(
+    task: Task, field: str, why: str, catalogs: Catalogs
+) -> None:
+    with pytest.raises(InvalidInput, match=why) as caught:
+        await catalogs.check_task(task, "task")
+    assert caught.value.field == f"task.pictures.{field}".rstrip(".")
+
+
+async def test_a_task_may_show_pictures(catalogs: Catalogs) -> None:
+    await catalogs.check_task(pictured({"url": "data:image/png;base64,eA==", "at": 3}), "task")

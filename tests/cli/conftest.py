@@ -1,3 +1,11 @@
-from tests.integration.conftest import backend_url, engine, make_server, runtime, server
+from tests.integration.conftest import (
+    backend_url,
+    engine,
+    lasting_server,
+    make_server,
+    runtime,
+    server,
+    shared_server,
+)
 
-__all__ = ["backend_url", "engine", "make_server", "runtime", "server"]
+__all__ = ["backend_url", "engine", "lasting_server", "make_server", "runtime", "server", "shared_server"]

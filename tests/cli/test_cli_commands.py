@@ -73,8 +73,8 @@ async def test_submit_status_show_and_cancel(server: Server, backend_url: str, t
     assert "has ended already" in (await rollserve("cancel", rollout.id, *at))[1]
 
 
-async def test_errors_are_one_line_and_say_where(server: Server, tmp_path: Path) -> None:
-    at = ("--url", server.url)
+async def test_errors_are_one_line_and_say_where(shared_server: Server, tmp_path: Path) -> None:
+    at = ("--url", shared_server.url)
     broken = tmp_path / "broken.jsonl"
     broken.write_text(shell_task().model_dump_json() + "\n" + '{"instruction": "x"}\n')
     typo = tmp_path / "typo.json"
@@ -90,7 +90,7 @@ async def test_errors_are_one_line_and_say_where(server: Server, tmp_path: Path)
         (("serve", "--data-dir", str(tmp_path / "d"), "--set", "workers.conut=3"), "workers.conut"),
         (("serve", "--data-dir", str(tmp_path / "d"), "--runtime", "bubblewrp"), "bubblewrap"),
         (("serve", "--data-dir", str(tmp_path / "d"), "--runtime", "process"), "UNSAFE"),
-        (("serve", "--data-dir", str(server.folder / "data"), "--port", "0"), "another server"),
+        (("serve", "--data-dir", str(shared_server.folder / "data"), "--port", "0"), "another server"),
     ]
     results = await asyncio.gather(*(rollserve(*arguments) for arguments, _ in cases[:7]))
     results += await asyncio.gather(*(rollserve(*arguments) for arguments, _ in cases[7:]))
@@ -100,23 +100,23 @@ async def test_errors_are_one_line_and_say_where(server: Server, tmp_path: Path)
         assert "Traceback" not in err
 
 
-async def test_try_shows_one_rollout(server: Server, backend_url: str, runtime: str) -> None:
-    async with server.client() as client:
+async def test_try_shows_one_rollout(shared_server: Server, backend_url: str, runtime: str) -> None:
+    async with shared_server.client() as client:
         await add_policy(client, backend_url)
     task = shell_task(runtime=runtime).model_dump_json()
-    code, out, err = await rollserve("try", "-", "--policy", "tiny", "--url", server.url, stdin=task)
+    code, out, err = await rollserve("try", "-", "--policy", "tiny", "--url", shared_server.url, stdin=task)
     assert code == 0, err
     assert "the answer is 42" in out
     assert "completed: reward 1.0" in out
 
 
 async def test_try_finds_code_by_a_flag_before_the_environment(
-    server: Server, backend_url: str, runtime: str, monkeypatch: pytest.MonkeyPatch
+    shared_server: Server, backend_url: str, runtime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with server.client() as client:
+    async with shared_server.client() as client:
         await add_policy(client, backend_url)
     task = shell_task(runtime=runtime, agent=AgentSpec(name="my_agents:Crasher")).model_dump_json()
-    asked = ("try", "-", "--policy", "tiny", "--url", server.url)
+    asked = ("try", "-", "--policy", "tiny", "--url", shared_server.url)
     monkeypatch.setenv("ROLLSERVE_CODE_DIR", "/nowhere")
     code, _, err = await rollserve(*asked, stdin=task)
     assert code == 1
@@ -148,8 +148,10 @@ async def test_doctor_lists_the_harnesses_that_are_there(tmp_path: Path) -> None
     assert "rollserve.agent.harness.install --into" in said["remedy"]
 
 
-async def test_doctor_says_that_a_rollserve_server_is_no_backend(server: Server, tmp_path: Path) -> None:
-    code, out, _ = await rollserve("doctor", "--backend", server.url, "--json", cwd=tmp_path)
+async def test_doctor_says_that_a_rollserve_server_is_no_backend(
+    shared_server: Server, tmp_path: Path
+) -> None:
+    code, out, _ = await rollserve("doctor", "--backend", shared_server.url, "--json", cwd=tmp_path)
     [said] = [each for each in json.loads(out)["findings"] if each["name"].startswith("backend")]
     assert code == 1
     assert "is a rollserve server" in said["detail"]
@@ -165,7 +167,6 @@ async def test_try_says_at_once_that_there_is_no_tokenizer(backend_url: str, tmp
     assert "— init" not in err
 
 
-@pytest.mark.timeout(180)
 async def test_bench_loses_nothing(tmp_path: Path) -> None:
     report = await as_json("bench", "--episodes", "12", "--turns", "3", "--tokens", "30", cwd=tmp_path)
     assert report["lost"] == 0
@@ -189,15 +190,15 @@ async def test_a_server_that_may_not_open_enough_files_says_so(tmp_path: Path) -
 
 
 async def test_try_opens_a_shell_in_the_sandbox_of_a_task_that_earned_nothing(
-    server: Server, backend_url: str, runtime: str, tmp_path: Path
+    shared_server: Server, backend_url: str, runtime: str, tmp_path: Path
 ) -> None:
-    async with server.client() as client:
+    async with shared_server.client() as client:
         await add_policy(client, backend_url)
     grader = GraderSpec(name="numeric", options={"answer": 41})
     task = tmp_path / "task.json"
     task.write_text(shell_task(runtime=runtime, grader=grader).model_dump_json())
     flags = ["--allow-unsafe-runtime"] if runtime == "process" else []
-    at = ("--policy", "tiny", "--url", server.url)
+    at = ("--policy", "tiny", "--url", shared_server.url)
     code, out, err = await rollserve("try", str(task), "--shell", *at, *flags, stdin="wc -l < note\nexit\n")
     assert code == 0, err
     assert "the sandbox is kept" in err
@@ -206,13 +207,13 @@ async def test_try_opens_a_shell_in_the_sandbox_of_a_task_that_earned_nothing(
 
 
 async def test_verify_proves_a_run_and_one_rollout(
-    server: Server, backend_url: str, engine: ScriptedEngine, tmp_path: Path
+    shared_server: Server, backend_url: str, engine: ScriptedEngine, tmp_path: Path
 ) -> None:
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(shell_task().model_dump_json())
-    async with server.client() as client:
+    async with shared_server.client() as client:
         await add_policy(client, backend_url)
-    at = ("--url", server.url)
+    at = ("--url", shared_server.url)
     submitted = await as_json("submit", str(tasks), "--policy", "tiny", "-n", "2", "--wait", *at)
     proved = await as_json("verify", submitted["run_id"], *at)
     assert proved["ok"]

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from rollserve.build.data_dir import check_data_dir
 from rollserve.cli.edge import run_app
 from rollserve.cli.submit import Into, _submitted
 from rollserve.cli.tasks import TaskFile, read_task, read_tasks
 from rollserve.cli.try_task import _in
 from rollserve.client import RunHandle
 from rollserve.config import Settings
-from rollserve.errors import InvalidInput, NotFound, UnknownName
+from rollserve.errors import ConfigError, InvalidInput, NotFound, UnknownName
 from rollserve.records.policy import BackendKind
 from rollserve.records.run import RunState
 from rollserve.records.task import AgentSpec, GraderSpec
@@ -143,9 +144,9 @@ def test_kinds_are_hinted_as_they_are_typed() -> None:
     assert UnknownName("kind", "vlm", list(BackendKind)).hint == "did you mean 'vllm'?"
 
 
-async def test_backends_are_drained_and_removed_by_url_or_id(server: Server, backend_url: str) -> None:
-    at = ("--url", server.url)
-    async with server.client() as client:
+async def test_backends_are_drained_and_removed_by_url_or_id(shared_server: Server, backend_url: str) -> None:
+    at = ("--url", shared_server.url)
+    async with shared_server.client() as client:
         await add_policy(client, backend_url)
         (backend,) = await client.backends("tiny")
         drained = await as_json("policy", "drain-backend", "tiny", f"{backend_url}/v1/", *at)
@@ -161,11 +162,33 @@ async def test_backends_are_drained_and_removed_by_url_or_id(server: Server, bac
             await client.remove_backend("tiny", backend.id)
 
 
-async def test_a_taken_port_is_said_before_anything_is_loaded(server: Server, tmp_path: Path) -> None:
-    port = server.url.rpartition(":")[2]
+async def test_a_taken_port_is_said_before_anything_is_loaded(shared_server: Server, tmp_path: Path) -> None:
+    port = shared_server.url.rpartition(":")[2]
     code, _, said = await rollserve("serve", "--port", port, "--data-dir", str(tmp_path))
     assert code == 1
     assert "--port PORT" in said
+
+
+@pytest.mark.parametrize("command", ["serve", "doctor", "image list", "image prune --all"])
+async def test_a_data_folder_that_can_not_be_used_is_what_is_blamed(tmp_path: Path, command: str) -> None:
+    """Even root can make nothing there, as on a read-only mount."""
+    code, out, err = await rollserve(*command.split(), "--data-dir", "/proc/x", cwd=tmp_path)
+    said = " ".join((out + err).split())
+    assert code == 1
+    assert "can't use /proc/x: nothing can be written in /proc" in said
+    assert "Traceback" not in said
+    if command != "doctor":  # which goes on to all else
+        assert said.startswith("error: data_dir: can't use"), said
+        assert "ROLLSERVE_DATA_DIR" in said
+
+
+def test_looking_at_a_data_folder_makes_nothing(tmp_path: Path) -> None:
+    check_data_dir(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="Not a directory") as caught:
+        check_data_dir(tmp_path / "file" / "data", "--output")
+    assert caught.value.field == "--output"
 
 
 class Stuck(RunHandle):
@@ -181,8 +204,8 @@ class Stuck(RunHandle):
         return []
 
 
-async def test_a_submit_that_is_cut_off_leaves_no_run_open(server: Server, backend_url: str) -> None:
-    async with server.client() as client:
+async def test_a_submit_that_is_cut_off_leaves_no_run_open(shared_server: Server, backend_url: str) -> None:
+    async with shared_server.client() as client:
         await add_policy(client, backend_url)
         handle = await client.open_run(OpenRun(policy="tiny"))
         stuck = Stuck(handle)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rollserve.cli.replay import settings_of
+from rollserve.cli.replay import routes_of, settings_of
 from rollserve.errors import InvalidInput
 from rollserve.records.export import ExportSettings
-from rollserve.records.regrade import GradingState
+from rollserve.records.regrade import JudgeRoute, RegradingState
 from rollserve.records.task import GraderSpec
 from rollserve.testing.scripted import ScriptedEngine
 from rollserve.wire import OpenRun
@@ -28,7 +28,17 @@ def test_settings_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert settings_of({"sequences": "calls"}).sequences == "calls"
 
 
-@pytest.mark.timeout(120)
+def test_routes_that_are_none() -> None:
+    given = {"judge": "jury", "other": {"policy": "p", "sampling": {"temperature": 0}}}
+    found = routes_of(given)
+    assert found["judge"] == JudgeRoute(policy="jury")
+    assert found["other"].sampling is not None
+    for bad, field in (({"judge": 3}, "routes.judge"), ({"judge": {"polcy": "x"}}, "routes.judge.policy")):
+        with pytest.raises(InvalidInput) as caught:
+            routes_of(bad)
+        assert caught.value.field == field
+
+
 async def test_a_run_graded_again_and_exported(
     server: Server, backend_url: str, engine: ScriptedEngine, tmp_path: Path
 ) -> None:
@@ -52,6 +62,10 @@ async def test_a_run_graded_again_and_exported(
         assert code == 1
         assert "impossible" in out
         assert "keep_files" in out
+        judge = ("--route", "judge=nobody")
+        code, _, err = await rollserve("regrade", kept.id, "--grader", "command", *option, *judge, *at)
+        assert code != 0
+        assert "routes.judge.policy" in err
         assert (await client.regrade(regrade.id)).counts["graded"] == 2
         rewards = [each.reward async for each in client.gradings(regrade.id, state="graded")]
         assert rewards == [1.0, 1.0]
@@ -68,4 +82,4 @@ async def test_a_run_graded_again_and_exported(
         assert "2 samples" in err
         assert engine.started == asked
         states = {each.state async for each in client.gradings(regrade.id)}
-        assert states == {GradingState.GRADED}
+        assert states == {RegradingState.GRADED}

@@ -37,9 +37,9 @@ async def test_runs_are_listed_with_counts_newest_first(
     assert row[-5:] == ["0", "0", "2", "0", "0"]  # waiting, running, completed, failed, cancelled
 
 
-async def test_a_run_is_paused_resumed_and_closed(server: Server, tmp_path: Path) -> None:
-    at = ("--url", server.url)
-    async with server.client() as client:
+async def test_a_run_is_paused_resumed_and_closed(shared_server: Server, tmp_path: Path) -> None:
+    at = ("--url", shared_server.url)
+    async with shared_server.client() as client:
         await add_lonely(client)
         run = await client.open_run(OpenRun(policy="lonely"))
     assert (await as_json("run", "pause", run.id, *at))["state"] == "paused"
@@ -94,8 +94,8 @@ async def test_a_policy_from_nothing_to_its_first_reward(
     assert list(done["rewards"].values()) == [[1.0]]
 
 
-async def test_unknown_ids_say_where_to_look(server: Server) -> None:
-    at = ("--url", server.url)
+async def test_unknown_ids_say_where_to_look(shared_server: Server) -> None:
+    at = ("--url", shared_server.url)
     for command in ("show", "cancel", "drift", "verify"):
         code, _, said = await rollserve(command, "xyz", *at)
         assert code == 1

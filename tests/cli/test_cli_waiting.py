@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from rollserve.cli.submit import SOME_CANCELLED, SOME_FAILED
 from rollserve.cli.waiting import AGAIN_AFTER_LOOKS, Teller
 from rollserve.client import Client
 from rollserve.records.policy import BackendKind, RendererSpec
+from rollserve.records.run import RunState
 from rollserve.records.task import AgentSpec
 from rollserve.wire import CreatePolicy, OpenRun, RegisterBackend
 from tests.cli.test_cli_commands import rollserve
@@ -97,11 +98,11 @@ async def submitting(*arguments: str) -> AsyncIterator[Waiting]:
 
 
 async def test_a_policy_without_backend_is_said_at_once(
-    server: Server, backend_url: str, tmp_path: Path
+    shared_server: Server, backend_url: str, tmp_path: Path
 ) -> None:
     tasks = write_tasks(tmp_path)
-    at = ("--url", server.url)
-    async with server.client() as client:
+    at = ("--url", shared_server.url)
+    async with shared_server.client() as client:
         await add_lonely(client)
         code, _, said = await rollserve("submit", tasks, "--policy", "lonely", *at)
         assert code == 0
@@ -114,8 +115,10 @@ async def test_a_policy_without_backend_is_said_at_once(
     assert (code, "1 rollout, 1 graded, mean reward 1.000" in out) == (0, True)
 
 
-async def test_what_is_paused_or_does_not_answer(server: Server, backend_url: str, tmp_path: Path) -> None:
-    async with server.client() as client:
+async def test_what_is_paused_or_does_not_answer(
+    shared_server: Server, backend_url: str, tmp_path: Path
+) -> None:
+    async with shared_server.client() as client:
         await add_policy(client, backend_url)
         await client.pause_policy("tiny")
         run = await client.open_run(OpenRun(policy="tiny"))
@@ -123,7 +126,7 @@ async def test_what_is_paused_or_does_not_answer(server: Server, backend_url: st
         (backend,) = await client.backends("tiny")
         await client.drain_backend("tiny", backend.id)
         async with submitting(
-            write_tasks(tmp_path), "--policy", "tiny", "--run", run.id, "--url", server.url
+            write_tasks(tmp_path), "--policy", "tiny", "--run", run.id, "--url", shared_server.url
         ) as waiting:
             await waiting.until(f"run {run.id} is paused; `rollserve run resume {run.id}`")
             await waiting.until("policy 'tiny' is paused; `rollserve policy resume tiny`")
@@ -132,12 +135,12 @@ async def test_what_is_paused_or_does_not_answer(server: Server, backend_url: st
 
 
 async def test_failures_are_counted_with_their_reasons(
-    server: Server, backend_url: str, tmp_path: Path
+    shared_server: Server, backend_url: str, tmp_path: Path
 ) -> None:
-    async with server.client() as client:
+    async with shared_server.client() as client:
         await add_policy(client, backend_url)
     tasks = write_tasks(tmp_path, 2, agent=AgentSpec(name="my_agents:Crasher"))
-    asked = ("submit", tasks, "--policy", "tiny", "-n", "2", "--wait", "--url", server.url)
+    asked = ("submit", tasks, "--policy", "tiny", "-n", "2", "--wait", "--url", shared_server.url)
     code, out, _ = await rollserve(*asked, "--json")
     assert code == SOME_FAILED
     found = json.loads(out)
@@ -152,20 +155,22 @@ async def test_failures_are_counted_with_their_reasons(
     assert reason["message"] in row
     example = row.split()[-1]
     assert f"rollserve show {example} --log" in out
-    code, log, _ = await rollserve("show", example, "--log", "--url", server.url)
+    code, log, _ = await rollserve("show", example, "--log", "--url", shared_server.url)
     assert code == 0
     assert log.count("Traceback") == 1, log
     assert "rollserve/rollouts" not in log
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
-async def test_a_run_that_is_ended_elsewhere_ends_the_wait(server: Server, tmp_path: Path, how: str) -> None:
-    at = ("--url", server.url)
-    async with server.client() as client:
+async def test_a_run_that_is_ended_elsewhere_ends_the_wait(
+    shared_server: Server, tmp_path: Path, how: str
+) -> None:
+    at = ("--url", shared_server.url)
+    async with shared_server.client() as client:
         await add_lonely(client)
         async with submitting(write_tasks(tmp_path), "--policy", "lonely", *at) as waiting:
             await waiting.until("has no backend")
-            (run,) = (await client.runs()).items
+            (run,) = (await client.runs(state=RunState.OPEN)).items
             (rollout,) = [each async for each in client.rollouts(run_id=run.id)]
             ended = {"cancel": ("cancel", rollout.group_id), "close": ("run", "close", run.id)}[how]
             assert (await rollserve(*ended, *at))[0] == 0
@@ -175,15 +180,26 @@ async def test_a_run_that_is_ended_elsewhere_ends_the_wait(server: Server, tmp_p
     assert "Traceback" not in waiting.said
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-async def test_it_leaves_without_noise(server: Server, tmp_path: Path, sent: signal.Signals) -> None:
-    async with server.client() as client:
+@pytest.fixture
+def heard_hangup() -> Iterator[None]:
+    """Also where the tests themselves were started to ignore it."""
+    kept = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, kept)
+
+
+@pytest.mark.usefixtures("heard_hangup")
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_it_leaves_without_noise(shared_server: Server, tmp_path: Path, sent: signal.Signals) -> None:
+    async with shared_server.client() as client:
         await add_lonely(client)
-        async with submitting(write_tasks(tmp_path), "--policy", "lonely", "--url", server.url) as waiting:
+        async with submitting(
+            write_tasks(tmp_path), "--policy", "lonely", "--url", shared_server.url
+        ) as waiting:
             await waiting.until("has no backend")
             waiting.process.send_signal(sent)
             code, _ = await waiting.end()
-        (run,) = (await client.runs()).items
+        (run,) = (await client.runs(state=RunState.OPEN)).items
     assert code == 130
     assert f"run {run.id} goes on: `rollserve status {run.id}` follows it" in waiting.said
     for noise in ("Traceback", "Task", "asyncio", "Error"):

@@ -12,7 +12,8 @@ from rollserve.client import Client, RemoteError, SyncClient, SyncRun
 from rollserve.errors import FailureKind
 from rollserve.records.control import GroupRule, StalenessRule, TaskSource
 from rollserve.records.policy import BackendState
-from rollserve.testing.fakes_server import FakeExecutor, FakePayloads, completes, ended, failed
+from rollserve.testing.fake_payloads import FakePayloads
+from rollserve.testing.fakes_server import FakeExecutor, completes, ended, failed
 from rollserve.testing.server_room import Room, a_room, a_task
 from rollserve.wire import OpenRun, RegisterBackend
 

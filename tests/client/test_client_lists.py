@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -11,14 +12,14 @@ import pytest
 from rollserve.api.app import make_app
 from rollserve.api.auth import Auth
 from rollserve.build.http import HttpServer, bind, url_of
-from rollserve.cli.processes import free_port
 from rollserve.client import Client, Unreachable, listing
 from rollserve.config import ApiSettings
 from rollserve.errors import FailureKind, Unauthenticated
 from rollserve.records.rollout import RolloutState
 from rollserve.records.run import RetrySettings, RunState
-from rollserve.store.base import AttemptPayload
-from rollserve.testing.fakes_server import FakeExecutor, FakePayloads, ended, failed, fails
+from rollserve.store.payload import AttemptPayload
+from rollserve.testing.fake_payloads import FakePayloads
+from rollserve.testing.fakes_server import FakeExecutor, ended, failed, fails
 from rollserve.testing.server_room import Room, a_room
 from rollserve.wire import CreatePolicy, OpenRun, RegisterBackend
 
@@ -90,7 +91,7 @@ async def test_refused_events_are_an_error_and_no_empty_stream(room: Room) -> No
     sock = bind("127.0.0.1", 0)
     server = HttpServer(make_app(room.core, ApiSettings(), Auth(room.store, required=True)), sock)
     await server.start()
-    async with Client(url_of(sock)) as client, aclosing(client.events()) as events:  # type: ignore[type-var]
+    async with Client(url_of(sock)) as client, aclosing(client.events()) as events:
         with pytest.raises(Unauthenticated):
             await anext(events)
     await server.stop()
@@ -114,6 +115,8 @@ async def test_runs_and_policies_come_in_pages(client: Client, room: Room) -> No
 
 
 async def test_nobody_at_the_address_is_told_from_a_busy_server() -> None:
-    async with Client(f"http://127.0.0.1:{free_port()}", patience_s=0) as client:
-        with pytest.raises(Unreachable, match="no answer from"):
-            await client.status()
+    with socket.socket() as taken:  # bound and not listening: it refuses
+        taken.bind(("127.0.0.1", 0))
+        async with Client(f"http://127.0.0.1:{taken.getsockname()[1]}", patience_s=0) as client:
+            with pytest.raises(Unreachable, match="no answer from"):
+                await client.status()

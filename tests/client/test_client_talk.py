@@ -118,7 +118,7 @@ async def test_events_go_on_after_a_restart_of_the_server(server: Server, backen
         await add_policy(client, backend_url)
         run = await client.open_run(OpenRun(policy="tiny"))
         seen: list[int] = []
-        async with aclosing(client.events(run_id=run.id)) as events, asyncio.timeout(60):  # type: ignore[type-var]
+        async with aclosing(client.events(run_id=run.id)) as events, asyncio.timeout(60):
             seen.append((await anext(events)).seq)
             server.kill()
             await server.start()

@@ -37,6 +37,9 @@ def test_the_server_draws_the_tasks_and_the_first_good_version_is_found(tmp_path
     assert report["rollouts_delivered"] == 2 * 64
     assert report["staleness_max"] <= 1
     assert report["milestone"]["step"] == 1
+    assert report["milestone"]["trained"] == 8
+    assert report["milestone"]["rollouts"] >= 64
+    assert report["milestone"]["tokens"] > 0
     assert 0 < report["milestone"]["busy_s"] <= report["trainer_busy_seconds"]
 
 
@@ -89,6 +92,25 @@ def test_an_unsafe_runtime_needs_the_explicit_flag(tmp_path: Path) -> None:
     assert "--allow-unsafe" in done.stdout
 
 
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        demo.parse(["--model", str(tmp_path)])
+    assert "--model: there is no model in" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert demo.parse(["--model", str(tmp_path)]).model == tmp_path
+
+
+async def test_a_given_model_is_copied_not_made(tmp_path: Path) -> None:
+    given, output = tmp_path / "given", tmp_path / "out"
+    given.mkdir()
+    (given / "config.json").write_text("{}")
+    options = demo.parse(["--output", str(output), "--model", str(given)])
+    made = demo.Demo(options, Console(file=io.StringIO()))
+    await made._make_model()
+    made._processes.stop()
+    assert (output / "model" / "config.json").read_text() == "{}"
+
+
 def test_the_follower_reads_whole_lines_only(tmp_path: Path) -> None:
     path = tmp_path / "progress"
     follower = Follower(path)
@@ -120,5 +142,8 @@ async def test_the_demo_is_not_silent_while_the_model_is_made(
     options = demo.parse(["--output", str(tmp_path)])
     made = demo.Demo(options, Console(file=said))
     script = "import time; print('step 5/9', flush=True); time.sleep(1)"
-    await made._say_progress(Processes(tmp_path).start("model", [sys.executable, "-c", script]))
+    processes = Processes(tmp_path)
+    await made._say_progress(processes.start("model", [sys.executable, "-c", script]))
+    processes.stop()
+    made._processes.stop()
     assert "step 5/9" in said.getvalue()

@@ -61,7 +61,7 @@ async def test_the_server_draws_and_what_it_left_out_counts_in_the_success_rate(
     spec = records.RunSpec(policy="p", **supply.settings)
     assert spec.source is not None
     assert len(spec.source.tasks) == SOURCE_TASKS
-    assert (spec.source.target_groups, spec.source.carry_over) == (2, False)
+    assert (spec.source.target_groups, spec.source.extra_groups, spec.source.carry_over) == (2, 2, False)
     assert "zero_variance" in [rule.name for rule in spec.filters]
     await supply.begin(handle)
     mixed = batch([1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0])
@@ -73,7 +73,18 @@ async def test_the_server_draws_and_what_it_left_out_counts_in_the_success_rate(
 
 
 def mark(version: int) -> Milestone:
-    return Milestone(version=version, step=version, busy_s=1.0, cpu_s=0.5, seconds=2.0, weights={})
+    return Milestone(
+        version=version,
+        step=version,
+        busy_s=1.0,
+        gradient_cpu_s=0.25,
+        cpu_s=0.5,
+        seconds=2.0,
+        rollouts=64,
+        tokens=900,
+        trained=3,
+        weights={},
+    )
 
 
 async def test_the_first_that_is_good_enough_is_found_with_few_looks() -> None:
@@ -86,7 +97,17 @@ async def test_the_first_that_is_good_enough_is_found_with_few_looks() -> None:
     marks = [mark(version) for version in range(1, 17)]
     found = await first_good(marks, 0.55, measure)
     assert found is not None
-    assert found.facts() == {"version": 11, "step": 11, "busy_s": 1.0, "cpu_s": 0.5, "seconds": 2.0}
+    assert found.facts() == {
+        "version": 11,
+        "step": 11,
+        "busy_s": 1.0,
+        "gradient_cpu_s": 0.25,
+        "cpu_s": 0.5,
+        "seconds": 2.0,
+        "rollouts": 64,
+        "tokens": 900,
+        "trained": 3,
+    }
     assert len(asked) <= 5
     assert await first_good(marks, 0.9, measure) is None
     assert await first_good([], 0.5, measure) is None
@@ -98,7 +119,7 @@ def test_the_report_says_how_it_sampled_and_what_the_milestone_took() -> None:
     record.take({"event": "trained", "rollouts": 8, "tokens": 80, "version": 1, **trained})
     record.take({"event": "milestone", "at": 1.0, "rate": 0.85, "step": 5, "busy_s": 2.0})
     record.take({"event": "done", "success_rate_start": 0.4, "success_rate_end": 0.9})
-    made = report(record, seed=0, backend="local", stuck=0, dynamic_sampling=True)
+    made = report(record, seed=0, backend="local", stuck=0, dynamic_sampling=True, mix=True)
     assert made["milestone"] == {"rate": 0.85, "step": 5, "busy_s": 2.0}
     assert (made["trainer_busy_seconds"], made["trainer_cpu_seconds"]) == (6.0, 3.0)
-    assert made["dynamic_sampling"] is True
+    assert (made["dynamic_sampling"], made["mix"]) == (True, True)

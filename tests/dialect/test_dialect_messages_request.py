@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollserve.dialect.base import Asked, Target
+from rollserve.dialect.base import Asked, Operation, Target
 from rollserve.dialect.marks import mark
 from rollserve.dialect.messages import MessagesDialect
 from rollserve.errors import ContextTooLong, InvalidInput, MethodNotAllowed
@@ -24,10 +24,10 @@ CACHED = {"cache_control": {"type": "ephemeral"}}
 
 
 def parse(
-    *messages: Any, headers: dict[str, str] | None = None, operation: str = "generate", **body: Any
+    *messages: Any, headers: dict[str, str] | None = None, operation: Operation = "generate", **body: Any
 ) -> Asked:
     document = {"model": "m", "max_tokens": 9, "messages": messages or [USER], **body}
-    target = Target(operation=operation)  # type: ignore[arg-type]  # one of the two
+    target = Target(operation=operation)
     return DIALECT.parse(target, json.dumps(document).encode(), headers or {}, {"beta": "true"})
 
 

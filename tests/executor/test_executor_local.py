@@ -107,15 +107,20 @@ async def test_a_lost_worker_is_gone_and_said_how(office: Open) -> None:
         assert gone(hello.pid)
 
 
-async def test_a_worker_that_is_terminated_cleans_up_and_leaves_in_order(office: Open) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_worker_that_is_terminated_cleans_up_and_leaves_in_order(
+    office: Open, sent: signal.Signals
+) -> None:
+    kept = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whether or not these tests ignore it
     async with office() as server:
         name, hello = await server.nth(WorkerHello)
         server.executor.send(name, AttemptBench.start_message("a", agent="hang"))
         await server.nth(StageChanged)
-        os.kill(hello.pid, signal.SIGTERM)
+        os.kill(hello.pid, sent)
         _, lost = await server.nth(WorkerLost)
         assert "exit code 0" in lost.detail
         assert server.all(AttemptEnded) == []
+    signal.signal(signal.SIGHUP, kept)
 
 
 async def test_what_was_said_before_the_death_is_heard(office: Open, tmp_path: Path) -> None:

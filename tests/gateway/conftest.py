@@ -32,7 +32,7 @@ from rollserve.records.policy import (
 from rollserve.records.run import RunSpec
 from rollserve.records.task import Limits
 from rollserve.records.update import WeightUpdate
-from rollserve.store.base import EndState
+from rollserve.store.payload import EndState
 
 SHELL = {
     "type": "function",

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
 from rollserve.build.http import HttpServer, bind, url_of
 from rollserve.gateway.http import make_app
 from rollserve.gateway.sending import Waits
+from rollserve.gateway.service import GatewayService
 from rollserve.gateway.sessions import GatewaySession
-
-from .conftest import World
 
 QUICK = Waits(hold_s=0.02, keep_alive_s=0.02, grace_s=0.0)
 PATIENT = Waits(grace_s=600.0)
 
 
+class HasService(Protocol):
+    @property
+    def service(self) -> GatewayService: ...
+
+
 @asynccontextmanager
-async def serving(world: World, waits: Waits = QUICK) -> AsyncIterator[str]:
+async def serving(world: HasService, waits: Waits = QUICK) -> AsyncIterator[str]:
     """Its base URL, which is the sessions', too."""
     sock = bind("127.0.0.1", 0)
     app: Any = make_app(world.service, max_body_bytes=1_000_000, waits=waits)

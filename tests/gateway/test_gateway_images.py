@@ -95,7 +95,7 @@ async def enter(tiny: TextTokenizer) -> AsyncIterator[Callable[..., Any]]:
             app = ChatApp(ScriptedEngine(label=None), form)
             app.takes_images = sees
             room = Room(app, await stack.enter_async_context(engine_serving(app)), tiny, **settings)
-            await stack.enter_async_context(serving(room))  # type: ignore[arg-type]  # a service is all it needs
+            await stack.enter_async_context(serving(room))
             return room
 
         yield make

@@ -46,6 +46,11 @@ async def judged_async(grading):
     question = Message(role="user", content=f"is {grading.answer} right?")
     return float((await grading.model.chat([question], model="judge")).message.content)
 
+def looks(grading):
+    image = grading.model.show(b"PNG", model="judge")
+    question = Message(role="user", content="is it right?", images=(image,))
+    return float(grading.model.chat([question], model="judge").message.content)
+
 def crash(grading): raise RuntimeError("no grade")
 def leave(grading): sys.exit(0)
 def hang(grading): time.sleep(1000)

@@ -10,6 +10,7 @@ import pytest
 from rollserve.errors import GraderFailure, InvalidInput, SandboxError
 from rollserve.grader.base import Grade, Grader
 from rollserve.grader.registry import GraderCatalog
+from rollserve.records.image import digest_of
 from rollserve.records.task import GraderSpec
 from rollserve.sandbox.base import ExecResult
 from rollserve.testing.fakes import FakeSandbox, ScriptedModel, says, some_grading
@@ -47,6 +48,14 @@ async def test_a_function_asks_a_model(grader_hosts: ZygoteHosts) -> None:
         assert [message.content for message in model.asked[0]] == ["is 42 right?"]
         with pytest.raises(GraderFailure, match="no judge"):
             await grader.grade(some_grading("42", model=model))
+
+
+async def test_a_function_shows_a_model_an_image(grader_hosts: ZygoteHosts) -> None:
+    model = ScriptedModel(says("0.5"), sees=True)
+    grader = await made(grader_hosts, "looks")
+    assert (await grader.grade(some_grading("42", model=model))).reward == 0.5
+    assert (model.shown, model.models) == ([b"PNG"], ["judge", "judge"])
+    assert [image.digest for image in model.asked[0][0].images] == [digest_of(b"PNG")]
 
 
 async def test_a_function_acts_in_the_grading_sandbox(grader_hosts: ZygoteHosts) -> None:

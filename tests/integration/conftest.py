@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from rollserve.cli.processes import Processes, Running, free_port
+from rollserve.cli.processes import Processes, Running
 from rollserve.client import Client, FinishedGroup, RunHandle
 from rollserve.records.policy import BackendKind, RendererSpec
-from rollserve.records.run import RetrySettings
+from rollserve.records.run import RetrySettings, RunState
 from rollserve.records.task import GraderSpec, Limits, Task
 from rollserve.sandbox.registry import make_runtime
 from rollserve.testing.scripted import ScriptedEngine
-from rollserve.testing.scripted_server import ScriptedApp, episode, serving
+from rollserve.testing.scripted_server import ScriptedApp, serving
+from rollserve.testing.scripted_turns import episode
 from rollserve.wire import CreatePolicy, OpenRun, RegisterBackend
 
 CODE = Path(__file__).parent / "user_code"
@@ -38,10 +39,10 @@ class Server:
     def __init__(self, folder: Path, runtime: str, *settings: str) -> None:
         self.folder = folder
         self.code = CODE
-        self.url = f"http://127.0.0.1:{free_port()}"
         self._runtime = runtime
         self._settings = settings
         self._processes = Processes(folder / "logs")
+        self.url = f"http://127.0.0.1:{self._processes.port()}"
         self.running: Running | None = None
 
     async def start(self) -> None:
@@ -54,7 +55,7 @@ class Server:
         if self._runtime == "process":
             command.append("--allow-unsafe-runtime")
         self.running = self._processes.start("server", command)
-        await self._processes.wait_ready(self.running, f"{self.url}/readyz", 60)
+        await self._processes.wait_ready(self.running, f"{self.url}/readyz", 180)
 
     @property
     def pid(self) -> int:
@@ -93,6 +94,32 @@ async def server(make_server: Callable[..., Server]) -> Server:
     one = make_server()
     await one.start()
     return one
+
+
+@pytest.fixture(scope="module")
+def lasting_server(tmp_path_factory: pytest.TempPathFactory, runtime: str) -> Iterator[Server]:
+    """One for the tests of a file, which take it as ``shared_server``."""
+    one = Server(tmp_path_factory.mktemp("server"), runtime)
+    try:
+        asyncio.run(one.start())
+        yield one
+    finally:
+        one.stop()
+
+
+@pytest.fixture
+async def shared_server(lasting_server: Server) -> AsyncIterator[Server]:
+    """For tests that leave it running and ask nothing of what others left: older runs, all of them closed,
+    and policies without a backend."""
+    yield lasting_server
+    async with lasting_server.client() as client:
+        for state in (RunState.OPEN, RunState.PAUSED):
+            for run in (await client.runs(state=state)).items:
+                await (await client.run(run.id)).close()
+        for policy in (await client.policies()).items:
+            for backend in await client.backends(policy.spec.name):
+                await client.remove_backend(policy.spec.name, backend.id)
+            await client.resume_policy(policy.spec.name)
 
 
 @pytest.fixture
@@ -186,7 +213,12 @@ def alive(pids: set[int]) -> set[int]:
     return living
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+async def gone(pids: set[int]) -> None:
+    """Until none of them runs any more."""
+    await until(lambda: not alive(pids))
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.05)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import pytest
-
 from rollserve.testing.callback_receiver import Received, a_receiver
 from rollserve.testing.scripted import ScriptedEngine
 from rollserve.wire import OpenRun
-from tests.integration.conftest import Server, add_policy, alive, descendants, shell_task, until
+from tests.integration.conftest import Server, add_policy, descendants, gone, shell_task, until
 
 GROUPS = 8
 
 
-@pytest.mark.timeout(180)
 async def test_a_receiver_that_knows_ids_has_each_group_once_though_the_server_is_killed(
     make_server: Callable[..., Server], backend_url: str, engine: ScriptedEngine
 ) -> None:
@@ -34,14 +31,18 @@ async def test_a_receiver_that_knows_ids_has_each_group_once_though_the_server_i
         spec = {"policy": "tiny", "callback": {"url": receiver.url}, "callback_secret": receiver.secret}
         run = await client.open_run(OpenRun.model_validate(spec))
         await run.submit([shell_task()] * GROUPS, num_rollouts=2)
+
+        async def one_more_is_sent() -> None:
+            before = len(receiver.received)
+            await until(lambda: len(receiver.received) > before)
+
         for _ in range(2):
             receiver.let.clear()
-            before = len(receiver.received)
-            await until(lambda before=before: len(receiver.received) > before)  # type: ignore[misc]
+            await one_more_is_sent()
             below = descendants(server.pid)
             server.kill()
             receiver.let.set()  # its answer finds nobody
-            await until(lambda below=below: not alive(below))  # type: ignore[misc]
+            await gone(below)
             await server.start()
         async with asyncio.timeout(90):
             while (await run.callback()).messages["sent"] < GROUPS:

@@ -72,8 +72,10 @@ def program(command: str = "python3 harness.py {base_url} {api_key} {instruction
     return {"agent": agent, "tools": []}
 
 
-async def test_a_program_in_the_sandbox_is_trained_token_for_token(server: Server, backend_url: str) -> None:
-    async with server.client() as client:
+async def test_a_program_in_the_sandbox_is_trained_token_for_token(
+    shared_server: Server, backend_url: str
+) -> None:
+    async with shared_server.client() as client:
         group = await one(client, backend_url, **program())
         (rollout,) = group.rollouts
         assert rollout.rollout.failure is None
@@ -90,12 +92,14 @@ async def test_a_program_in_the_sandbox_is_trained_token_for_token(server: Serve
     assert attempt.detail["agent"]["ended"] == "exit code 0"
 
 
-async def test_there_is_no_other_way_out(server: Server, backend_url: str, runtime: str) -> None:
-    if not make_runtime(runtime, server.folder / "look").report().isolated:
+async def test_there_is_no_other_way_out(shared_server: Server, backend_url: str, runtime: str) -> None:
+    if not make_runtime(runtime, shared_server.folder / "look").report().isolated:
         pytest.skip(f"{runtime} isolates nothing, and says so")
-    async with server.client() as client:
+    async with shared_server.client() as client:
         (worker,) = (await client.status()).workers
-        api_port, gateway_port = (int(url.rsplit(":", 1)[1]) for url in (server.url, worker["gateway_url"]))
+        api_port, gateway_port = (
+            int(url.rsplit(":", 1)[1]) for url in (shared_server.url, worker["gateway_url"])
+        )
         wanted = [
             ["api", "127.0.0.1", api_port],
             ["api by name", "localhost", api_port],
@@ -117,9 +121,9 @@ async def test_there_is_no_other_way_out(server: Server, backend_url: str, runti
 
 @pytest.mark.parametrize("code", ["1", "0"])
 async def test_a_limit_marks_what_it_did_whatever_its_exit_code(
-    server: Server, backend_url: str, code: str
+    shared_server: Server, backend_url: str, code: str
 ) -> None:
-    async with server.client() as client:
+    async with shared_server.client() as client:
         group = await one(
             client, backend_url, limits=Limits(max_turns=2), **program(env={"GIVES_UP_WITH": code})
         )
@@ -129,10 +133,12 @@ async def test_a_limit_marks_what_it_did_whatever_its_exit_code(
     assert rollout.reward == 0.0
 
 
-async def test_when_its_time_is_up_it_ends_with_all_it_started(server: Server, backend_url: str) -> None:
+async def test_when_its_time_is_up_it_ends_with_all_it_started(
+    shared_server: Server, backend_url: str
+) -> None:
     mark = unique_seconds()
     command = f"(setsid sh -c '(sleep {mark}; :) &' &); echo begun; sleep {mark}"
-    async with server.client() as client:
+    async with shared_server.client() as client:
         group = await one(client, backend_url, limits=Limits(run_s=2), **program(command))
         (rollout,) = group.rollouts
         assert rollout.rollout.truncated_by == "run_s"
@@ -143,8 +149,8 @@ async def test_when_its_time_is_up_it_ends_with_all_it_started(server: Server, b
         assert "begun" in [line for _, line in await client.log(attempt.id)]
 
 
-async def test_a_broken_program_is_the_agents_failure(server: Server, backend_url: str) -> None:
-    async with server.client() as client:
+async def test_a_broken_program_is_the_agents_failure(shared_server: Server, backend_url: str) -> None:
+    async with shared_server.client() as client:
         group = await one(client, backend_url, **program("echo no >&2; exit 3"))
     (rollout,) = group.rollouts
     assert rollout.rollout.failure is not None

@@ -12,9 +12,9 @@ from tests.integration.conftest import Server, one
 
 
 async def test_a_shell_episode_is_graded_and_its_sample_is_token_exact(
-    server: Server, backend_url: str
+    shared_server: Server, backend_url: str
 ) -> None:
-    async with server.client() as client:
+    async with shared_server.client() as client:
         group = await one(client, backend_url)
         (rollout,) = group.rollouts
         assert rollout.rollout.state is RolloutState.COMPLETED
@@ -35,11 +35,11 @@ async def test_a_shell_episode_is_graded_and_its_sample_is_token_exact(
 
 
 async def test_an_agent_of_the_user_drives_the_model_with_the_openai_client(
-    server: Server, backend_url: str
+    shared_server: Server, backend_url: str
 ) -> None:
     agent = AgentSpec(name="my_agents:OpenAIAgent", options={"temperature": 0.3})
     grader = GraderSpec(name="my_agents:half")
-    async with server.client() as client:
+    async with shared_server.client() as client:
         group = await one(client, backend_url, agent=agent, grader=grader)
         (rollout,) = group.rollouts
         assert rollout.reward == 0.5, rollout.rollout.failure
@@ -52,10 +52,10 @@ async def test_an_agent_of_the_user_drives_the_model_with_the_openai_client(
 
 
 async def test_an_agent_over_http_that_breaks_on_a_limit_is_truncated_and_graded(
-    server: Server, backend_url: str
+    shared_server: Server, backend_url: str
 ) -> None:
     agent = AgentSpec(name="my_agents:OpenAIAgent")
-    async with server.client() as client:
+    async with shared_server.client() as client:
         group = await one(client, backend_url, agent=agent, limits=Limits(max_turns=2))
     (rollout,) = group.rollouts
     assert rollout.rollout.state is RolloutState.COMPLETED, rollout.rollout.failure
@@ -63,8 +63,8 @@ async def test_an_agent_over_http_that_breaks_on_a_limit_is_truncated_and_graded
     assert rollout.reward == 0.0
 
 
-async def test_a_crashing_agent_is_a_failure_and_no_reward(server: Server, backend_url: str) -> None:
-    async with server.client() as client:
+async def test_a_crashing_agent_is_a_failure_and_no_reward(shared_server: Server, backend_url: str) -> None:
+    async with shared_server.client() as client:
         group = await one(client, backend_url, agent=AgentSpec(name="my_agents:Crasher"))
         (rollout,) = group.rollouts
         assert rollout.rollout.state is RolloutState.FAILED
@@ -75,8 +75,10 @@ async def test_a_crashing_agent_is_a_failure_and_no_reward(server: Server, backe
         assert (await client.rollout(rollout.rollout.id)).attempts == 1
 
 
-async def test_a_spinning_agent_is_killed_and_what_it_did_is_marked(server: Server, backend_url: str) -> None:
-    async with server.client() as client:
+async def test_a_spinning_agent_is_killed_and_what_it_did_is_marked(
+    shared_server: Server, backend_url: str
+) -> None:
+    async with shared_server.client() as client:
         limits = Limits(run_s=1.0)
         group = await one(client, backend_url, agent=AgentSpec(name="my_agents:Spinner"), limits=limits)
     (rollout,) = group.rollouts
@@ -85,8 +87,10 @@ async def test_a_spinning_agent_is_killed_and_what_it_did_is_marked(server: Serv
     assert rollout.reward == 0.0
 
 
-async def test_a_broken_grader_is_tried_again_and_never_a_zero(server: Server, backend_url: str) -> None:
-    async with server.client() as client:
+async def test_a_broken_grader_is_tried_again_and_never_a_zero(
+    shared_server: Server, backend_url: str
+) -> None:
+    async with shared_server.client() as client:
         group = await one(client, backend_url, grader=GraderSpec(name="my_agents:broken"))
         (rollout,) = group.rollouts
         assert rollout.reward is None
@@ -95,18 +99,20 @@ async def test_a_broken_grader_is_tried_again_and_never_a_zero(server: Server, b
         assert (await client.rollout(rollout.rollout.id)).attempts == 2
 
 
-async def test_a_command_grader_sees_the_files_in_a_fresh_sandbox(server: Server, backend_url: str) -> None:
+async def test_a_command_grader_sees_the_files_in_a_fresh_sandbox(
+    shared_server: Server, backend_url: str
+) -> None:
     grader = GraderSpec(
         name="command", options={"command": "grep -q 42 note && test ! -e /tmp/left", "carry": ["/workspace"]}
     )
-    async with server.client() as client:
+    async with shared_server.client() as client:
         group = await one(client, backend_url, grader=grader, artifacts=["note"])
         (rollout,) = group.rollouts
         assert rollout.reward == 1.0
 
 
-async def test_turn_limit_keeps_what_was_done(server: Server, backend_url: str) -> None:
-    async with server.client() as client:
+async def test_turn_limit_keeps_what_was_done(shared_server: Server, backend_url: str) -> None:
+    async with shared_server.client() as client:
         group = await one(client, backend_url, limits=Limits(max_turns=2))
     (rollout,) = group.rollouts
     assert rollout.rollout.truncated_by == "max_turns"

@@ -21,7 +21,7 @@ from rollserve.records.run import Quota
 from rollserve.testing.scripted import ScriptedEngine
 from rollserve.wire import OpenRun
 from tests.integration import learner
-from tests.integration.conftest import Server, add_policy, alive, descendants, shell_task, until
+from tests.integration.conftest import Server, add_policy, descendants, gone, shell_task, until
 
 SOURCE = TaskSource(tasks=(shell_task(runtime="none", tools=[]),), num_rollouts=2, in_flight=8, epochs=None)
 
@@ -88,7 +88,7 @@ def make_trainers(tmp_path: Path) -> Iterator[Callable[[str, str], Trainers]]:
 async def restart(server: Server) -> None:
     below = descendants(server.pid)
     server.kill()
-    await until(lambda: not alive(below))
+    await gone(below)
     await server.start()
 
 

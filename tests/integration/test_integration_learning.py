@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollserve.cli.processes import Processes, free_port
+from rollserve.cli.processes import Processes
 from rollserve.client import FinishedGroup
 from rollserve.records.policy import BackendKind, RendererSpec
 from rollserve.records.run import SamplingSettings
 from rollserve.records.task import AgentSpec
 from rollserve.trainers.batch import pad_batch
-from rollserve.trainers.grpo import GRPOTrainer, token_logprobs
+from rollserve.trainers.grpo import GRPOTrainer, Logits, token_logprobs
 from rollserve.trainers.tiny.model import make_model, save_model
 from rollserve.trainers.weights import LocalWeights
 from rollserve.wire import CreatePolicy, OpenRun, RegisterBackend
@@ -28,7 +28,7 @@ async def local_server(tmp_path: Path) -> AsyncIterator[str]:
     """``rollserve.localserver`` with a tiny model of random weights (seed 3)."""
     save_model(make_model(seed=3), tmp_path / "model")
     processes = Processes(tmp_path / "logs")
-    url = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{processes.port()}"
     command = [
         *(sys.executable, "-m", "rollserve.localserver", "--model", str(tmp_path / "model")),
         *("--port", url.rsplit(":", 1)[1], "--served-model-name", "tiny-model"),
@@ -40,7 +40,6 @@ async def local_server(tmp_path: Path) -> AsyncIterator[str]:
         processes.stop()
 
 
-@pytest.mark.timeout(180)
 async def test_sampler_and_trainer_agree_on_every_token_and_versions_follow_the_weights(
     server: Server, local_server: str, tmp_path: Path
 ) -> None:
@@ -95,13 +94,13 @@ class Rewarded:
         self.rewards: list[float | None] = [float(i % 2) for i in range(len(group.rollouts))]
 
 
-def assert_agreement(group: FinishedGroup, logits: object, *, version: int) -> None:
+def assert_agreement(group: FinishedGroup, logits: Logits, *, version: int) -> None:
     samples = group.samples
     assert len(samples) == 8
     assert all(sample.exact and len(sample.call_ids) == 3 for sample in samples)
     batch = pad_batch(samples, [0.0] * len(samples))
     with torch.no_grad():
-        ours = token_logprobs(logits, batch.ids, batch.attention)  # type: ignore[arg-type]
+        ours = token_logprobs(logits, batch.ids, batch.attention)
     worst = (ours - batch.old_logprobs).abs()[batch.loss_mask].max()
     assert float(worst) < 1e-3
     assert set(batch.versions[batch.loss_mask].tolist()) == {version}

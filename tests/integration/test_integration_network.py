@@ -11,7 +11,8 @@ import pytest
 from rollserve.errors import InvalidInput
 from rollserve.records.network import AllowedHosts
 from rollserve.testing.scripted import ScriptedEngine
-from rollserve.testing.scripted_server import ScriptedApp, episode, serving
+from rollserve.testing.scripted_server import ScriptedApp, serving
+from rollserve.testing.scripted_turns import episode
 from tests.integration.conftest import Server, one
 
 pytestmark = pytest.mark.skipif(

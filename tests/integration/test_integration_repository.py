@@ -30,7 +30,6 @@ from tests.sandbox.containers.conftest import refusal
 
 pytestmark = [
     pytest.mark.skipif(not has_git_and_python(), reason="this machine has no git, or no Python in /usr/bin"),
-    pytest.mark.timeout(300),
 ]
 
 FOOLED = ("edits-the-tests", "adds-test-hooks", "poisons-the-environment", "plants-git-hooks")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollserve.cli.processes import Processes, Running, free_port
+from rollserve.cli.processes import Processes, Running
 from rollserve.errors import FailureKind
 from rollserve.records.rollout import RolloutState
 from rollserve.records.task import AgentSpec, Limits
@@ -31,7 +31,8 @@ async def test_an_engine_that_says_nothing_is_not_the_agents_limit(
     async with server.client() as client:
         await add_policy(client, backend_url)
         engine.faults.append(Fault(kind="hang"))
-        group = await play(client, agent=AgentSpec(name=agent), limits=Limits(run_s=2))
+        # the second attempt has to be done in this time, on a machine that is busy too
+        group = await play(client, agent=AgentSpec(name=agent), limits=Limits(run_s=6))
         (rollout,) = group.rollouts
         first, second = [attempt async for attempt in client.attempts(rollout.rollout.id)]
     assert first.failure is not None
@@ -49,7 +50,7 @@ async def test_an_engine_that_says_nothing_is_not_the_agents_limit(
 async def test_the_settings_reach_the_pools(
     make_server: Callable[..., Server], backend_url: str, engine: ScriptedEngine
 ) -> None:
-    server = make_server("backends.silent_s=1")
+    server = make_server("backends.silent_s=2")
     await server.start()
     async with server.client() as client:
         await add_policy(client, backend_url)
@@ -59,7 +60,7 @@ async def test_the_settings_reach_the_pools(
         first, _ = [attempt async for attempt in client.attempts(rollout.rollout.id)]
     assert first.failure is not None
     assert first.failure.kind is FailureKind.INFRASTRUCTURE
-    assert "took a call and then said nothing for 1 s" in first.failure.message
+    assert "took a call and then said nothing for 2 s" in first.failure.message
     assert rollout.reward == 1.0
 
 
@@ -81,7 +82,7 @@ async def test_a_slow_engine_is_a_limit_and_graded(
 async def frozen(tmp_path: Path) -> AsyncIterator[tuple[Running, str]]:
     """A backend in a process of its own that takes its time, and can be stopped in the middle."""
     processes = Processes(tmp_path / "backend")
-    port = free_port()
+    port = processes.port()
     command = [sys.executable, "-m", "rollserve.testing.scripted_server", "--port", str(port)]
     running = processes.start("backend", [*command, "--latency-ms", "20000", "--tokens", "40"])
     url = f"http://127.0.0.1:{port}"
@@ -91,7 +92,6 @@ async def frozen(tmp_path: Path) -> AsyncIterator[tuple[Running, str]]:
     processes.stop()
 
 
-@pytest.mark.timeout(120)
 async def test_a_stopped_backend_is_infrastructure_for_every_agent(
     server: Server, frozen: tuple[Running, str]
 ) -> None:
@@ -99,7 +99,7 @@ async def test_a_stopped_backend_is_infrastructure_for_every_agent(
     async with server.client() as client:
         await add_policy(client, url)
         run = await client.open_run(OpenRun.model_validate({"policy": "tiny", "retry": {"max_attempts": 1}}))
-        tasks = [shell_task(agent=AgentSpec(name=name), limits=Limits(run_s=4)) for name in AGENTS]
+        tasks = [shell_task(agent=AgentSpec(name=name), limits=Limits(run_s=8)) for name in AGENTS]
         await run.submit(tasks, num_rollouts=1)
         async with asyncio.timeout(90):
             while (await client.status()).stages.get("run", 0) < len(AGENTS):

@@ -6,14 +6,12 @@ from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 
-import pytest
-
 from rollserve.client import RunHandle
 from rollserve.records.control import FilterRule, GroupRule, TaskSource
 from rollserve.records.run import SourceState
 from rollserve.testing.scripted import ScriptedEngine
 from rollserve.wire import OpenRun
-from tests.integration.conftest import Server, add_policy, alive, descendants, shell_task, until
+from tests.integration.conftest import Server, add_policy, descendants, gone, shell_task
 
 TASKS = 16
 
@@ -38,7 +36,6 @@ async def taken(run: RunHandle, most: int) -> list[int]:
     return numbers
 
 
-@pytest.mark.timeout(180)
 async def test_each_task_once_and_only_what_the_filter_keeps(
     make_server: Callable[..., Server], tmp_path: Path, backend_url: str, engine: ScriptedEngine
 ) -> None:
@@ -59,7 +56,7 @@ async def test_each_task_once_and_only_what_the_filter_keeps(
         numbers = await taken(run, 3)
         below = descendants(server.pid)
         server.kill()
-        await until(lambda: not alive(below))
+        await gone(below)
         await server.start()
         numbers += await taken(run, TASKS)
         status = await run.status()

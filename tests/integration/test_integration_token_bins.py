@@ -5,12 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from rollserve.testing.token_trial import Trial
 
 
-@pytest.mark.timeout(240)
 async def test_recorded_is_what_is_in_bins_and_trained_what_was_delivered(tmp_path: Path) -> None:
     found = await Trial(folder=tmp_path, rollouts=160, kills=1).run()
     assert found.rollouts >= 160

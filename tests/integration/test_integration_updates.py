@@ -28,8 +28,9 @@ from rollserve.records.run import RunSpec
 from rollserve.records.task import Limits
 from rollserve.records.update import UpdateMode, UpdateState, WeightUpdate
 from rollserve.rollouts.clock import ActiveTimer, SystemClock
-from rollserve.testing.fakes_server import FakeExecutor, FakePayloads
-from rollserve.testing.scripted_server import served
+from rollserve.testing.asgi import served
+from rollserve.testing.fake_payloads import FakePayloads
+from rollserve.testing.fakes_server import FakeExecutor
 from rollserve.testing.server_room import Room, a_room
 from rollserve.trainers.tiny.model import make_model, save_model
 from rollserve.trainers.weights import LocalWeights

@@ -195,7 +195,7 @@ async def test_pause_aborts_by_default(client: Client) -> None:
 
 
 async def test_pause_may_wait(client: Client) -> None:
-    running = asyncio.create_task(client.generate([1], max_tokens=50))
+    running = asyncio.create_task(client.generate([1], max_tokens=300))
     await client.until_running(1)
     assert (await client.post("/pause?mode=wait"))[0] == 200
     assert (await running)["choices"][0]["finish_reason"] == "length"

@@ -18,7 +18,15 @@ from rollserve.trainers.tiny.demonstrations import Demonstrations, Mixture, Valu
 from rollserve.trainers.tiny.model import make_model, save_model, token_logprobs
 from rollserve.trainers.tiny.rendering import Rendering
 from rollserve.trainers.tiny.selfcheck import Check, learn
-from rollserve.trainers.tiny.task import SHELL_TOOL, make_task, simulate
+from rollserve.trainers.tiny.task import (
+    HARD_DIGITS,
+    SHELL_TOOL,
+    Mix,
+    make_easy,
+    make_hard,
+    make_task,
+    simulate,
+)
 from rollserve.trainers.tiny.warmstart import WarmStart, warm_start
 
 TOKENIZER = TinyTokenizer()
@@ -67,11 +75,30 @@ def test_the_task_takes_two_reads() -> None:
     assert simulate("rm x", task["files"]).endswith("[exit code 127]")
 
 
-def test_filled_slots_equal_a_rendering(rendering: Rendering) -> None:
+def test_an_easy_task_tells_its_answer_and_a_hard_one_has_a_longer_one() -> None:
+    easy, hard = make_easy(Random(1)), make_hard(Random(1))
+    assert easy["instruction"] == f"answer {easy['answer']}"
+    key = hard["instruction"].removeprefix("lookup ")
+    second = simulate(f"cat {key}", hard["files"]).removeprefix("see ")
+    assert simulate(f"cat {second}", hard["files"]) == hard["answer"]
+    assert len(hard["answer"]) == HARD_DIGITS
+
+
+def test_a_mix_has_its_shares() -> None:
+    rng = Random(1)
+    drawn = [Mix(easy=0.5, hard=0.25).draw(rng) for _ in range(1000)]
+    easy = sum(task["instruction"].startswith("answer") for task in drawn)
+    hard = sum(len(task["answer"]) == HARD_DIGITS for task in drawn)
+    assert 450 < easy < 550
+    assert 200 < hard < 300
+
+
+@pytest.mark.parametrize("easy", [0.0, 0.25])
+def test_filled_slots_equal_a_rendering(rendering: Rendering, easy: float) -> None:
     values = Values("wxyz", "6789")
     ids_of = [rendering.tokenizer.encode(f" {k}")[0] for k in values.keys]
     ids_of += [rendering.tokenizer.encode(d)[0] for d in values.digits]
-    mixture = Mixture()
+    mixture = Mixture(easy=easy)
     for path, (_, steps) in zip(paths(rendering, mixture), _ways(mixture), strict=True):
         filled = path.ids.copy()
         filled[path.places] = np.array(ids_of)[path.slots]

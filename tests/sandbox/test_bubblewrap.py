@@ -177,7 +177,9 @@ async def test_all_writes_have_one_bound(runtime: BubblewrapRuntime) -> None:
 
 
 async def test_what_is_written_stays_inside(runtime: BubblewrapRuntime) -> None:
-    layer = runtime._finder.find().layer  # type: ignore[union-attr]
+    host = runtime._finder.find()
+    assert host is not None
+    layer = host.layer
     box = await runtime.create(SandboxSpec(), owner="test", ttl_s=60)
     await box.exec("echo x | tee /usr/x /etc/x /tmp/x /workspace/x /dev/shm/x /x")
     assert layer is None or layer.is_untouched()

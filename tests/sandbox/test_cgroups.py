@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,10 @@ def groups_of(sandbox_id: str) -> list[Path]:
     return list(Path("/sys/fs/cgroup").rglob(sandbox_id))
 
 
+def _same(cgroups: Cgroups) -> Cgroups:
+    return cgroups
+
+
 def test_where_nothing_can_be_made_there_is_none(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("0::/\n3:pids:/gone\n")
@@ -40,7 +45,7 @@ def test_where_nothing_can_be_made_there_is_none(tmp_path: Path) -> None:
     ):
         assert cgroups.limits == ()
         assert cgroups.open("a", LIMITS) is None
-        enclosure = Enclosure(lambda cgroups=cgroups: cgroups, "a", LIMITS)  # type: ignore[misc]
+        enclosure = Enclosure(partial(_same, cgroups), "a", LIMITS)
         enclosure.admit(os.getpid())
         enclosure.end()
         assert cgroups.reap() == 0
@@ -67,7 +72,7 @@ def test_a_delegated_group_that_hands_nothing_down_holds_nothing(tmp_path: Path)
 def test_what_is_admitted_is_held_with_all_below_it_and_ends_with_the_group() -> None:
     cgroups = real()
     enclosure = Enclosure(lambda: cgroups, "rs-test-box", LIMITS)
-    with subprocess.Popen(["sh", "-c", "sleep 300 & sleep 300"]) as process:
+    with subprocess.Popen(["sh", "-c", "sleep 300 & sleep 300 & wait"]) as process:
         while len(processes.children(process.pid)) < 2:
             time.sleep(0.01)
         enclosure.admit(process.pid)

@@ -402,21 +402,13 @@ async def test_a_host_that_does_not_answer_is_given_up() -> None:
 
 
 async def test_look_ups_that_hang_are_few_and_given_up() -> None:
-    async with way(connect_s=0.2) as to:
-        go_on = asyncio.Event()
-        looking = 0
-
-        async def hangs(host: str, port: int) -> list[str]:
-            nonlocal looking
-            looking += 1
-            await go_on.wait()
-            return [SITE]
-
-        to.net.resolve = hangs  # type: ignore[method-assign]  # a resolver of its own for this test
-        answers = await asyncio.gather(*(to.connect(f"n{number}.test:443") for number in range(12)))
+    names = {f"n{number}.test": [[SITE]] for number in range(12)}
+    async with way(connect_s=0.2, names=names) as to:
+        to.net.resolves.clear()
+        answers = await asyncio.gather(*(to.connect(f"{name}:443") for name in names))
         assert all(answer.startswith(b"HTTP/1.1 504 ") for answer in answers)
-        assert looking == LOOK_UPS
-        go_on.set()
+        assert len(to.net.asked) == LOOK_UPS
+        to.net.resolves.set()
 
 
 async def test_the_log_is_not_filled() -> None:

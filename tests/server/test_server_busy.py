@@ -14,7 +14,8 @@ from rollserve.records.policy import BackendSpec, BackendState
 from rollserve.records.rollout import RolloutState
 from rollserve.rollouts import patience, scheduler
 from rollserve.store import readers as readers_module
-from rollserve.testing.fakes_server import FakeExecutor, FakePayloads, completes, ended, failed
+from rollserve.testing.fake_payloads import FakePayloads
+from rollserve.testing.fakes_server import FakeExecutor, completes, ended, failed
 from rollserve.testing.held_readers import HeldReaders
 from rollserve.testing.server_room import MakeRoom, Room
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import SecretStr
 
-from rollserve.config import DeliverySettings
 from rollserve.errors import Conflict, InvalidInput
 from rollserve.records.run import RunSpec
-from rollserve.rollouts.callbacks import judged, retry_after_s
+from rollserve.rollouts.callbacks import PushBounds, judged, retry_after_s
 from rollserve.rollouts.ports import PostAnswer
-from rollserve.store.base import Outgoing
+from rollserve.store.values import Outgoing
 from rollserve.testing.server_room import Room
 from rollserve.webhooks import new_secret
 
@@ -55,7 +55,19 @@ async def test_a_secret_needs_a_callback_and_a_key_the_same_secret(room: Room) -
 
 # -- what an answer means
 
-SENT = {"seq": 1, "message_id": "m", "run_id": "r", "type": "t", "url": "u", "secret": "s", "data": {}}
+BOUNDS = PushBounds(timeout_s=30, lease_s=300, at_once=4, tries=12, age_s=86400)
+SENT = Outgoing(
+    seq=1,
+    message_id="m",
+    run_id="r",
+    type="t",
+    url="u",
+    secret=SecretStr("s"),
+    data={},
+    lease=None,
+    tries=0,
+    created_at=0.0,
+)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +75,7 @@ SENT = {"seq": 1, "message_id": "m", "run_id": "r", "type": "t", "url": "u", "se
     [(200, "sent"), (299, "sent"), (301, "pending"), (400, "pending"), (500, "pending"), (410, "pending")],
 )
 def test_any_2xx_acks_and_a_redirect_is_none(status: int, state: str) -> None:
-    sent = Outgoing(**SENT, lease=None, tries=0, created_at=0.0)  # type: ignore[arg-type]
-    end = judged(PostAnswer(status), sent, DeliverySettings(), now=1.0, jitter=1.0)
+    end = judged(PostAnswer(status), SENT, BOUNDS, now=1.0, jitter=1.0)
     assert (end.state.value, end.stop) == (state, status == 410)
 
 

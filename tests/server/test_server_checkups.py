@@ -10,6 +10,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from rollserve.backend.base import BackendHealth
 from rollserve.errors import InvalidInput
 from rollserve.executor.base import BackendReport, WorkerStats
 from rollserve.records.policy import Backend, BackendInfo, BackendSpec, BackendState
@@ -24,25 +25,34 @@ from rollserve.testing.server_room import Room
 
 
 class Engine:
-    """One that may be down. ``looks`` counts all, ``probes`` those that may sample."""
+    """One that may be down, or serve another model (``serves``). ``looks`` counts all, ``probes`` those that
+    may sample. Addresses with "hung" in them never answer."""
 
     def __init__(self) -> None:
         self.up = True
+        self.serves: str | None = None
         self.looks = 0
         self.probes = 0
 
     def open(self, spec: BackendSpec, model: str) -> ScriptedBackend:
         self.looks += 1
-        engine = ScriptedEngine(model=model)
+        engine = ScriptedEngine(model=self.serves or model)
         engine.unhealthy = None if self.up else "connection refused"
-        return ScriptedBackend(engine)
+        return Hung(engine) if "hung" in spec.url else ScriptedBackend(engine, model=model)
 
     async def probe(self, spec: BackendSpec, model: str) -> BackendInfo:
         self.looks += 1
         self.probes += 1
         if not self.up:
             raise InvalidInput("connection refused", field="url")
-        return await probe_backend(spec, model)
+        info = await probe_backend(spec, model)
+        return info.model_copy(update={"models": [self.serves or model]})
+
+
+class Hung(ScriptedBackend):
+    async def look(self) -> BackendHealth:
+        await asyncio.Event().wait()
+        raise AssertionError("it never answers")
 
 
 class Bench:
@@ -52,7 +62,7 @@ class Bench:
             room.core._ports, probe_backend=self.engine.probe, open_backend=self.engine.open, clock=self.clock
         )
         policies = Policies(ports, Templates(ports, happened=Bell()), changed=Bell(), happened=Bell())
-        self.checkups = Checkups(ports, policies, room.core._fleet)
+        self.checkups = Checkups(ports, policies, room.core._shared.fleet)
 
     async def backend(self) -> Backend:
         await self.room.run()
@@ -98,6 +108,31 @@ async def test_a_dead_one_is_found_and_heals(bench: Bench) -> None:
     assert await bench.state(backend) is BackendState.ACTIVE
 
 
+async def test_one_in_whose_place_another_model_is_served_is_found_and_heals(bench: Bench) -> None:
+    backend = await bench.backend()
+    bench.engine.serves = "another"
+    await bench.look()
+    seen = await bench.room.store.get_backend(backend.id)
+    assert seen.state is BackendState.FAILED
+    assert "does not serve the model" in (seen.error or "")
+    assert "another" in (seen.error or "")
+    await bench.look()
+    assert await bench.state(backend) is BackendState.FAILED
+    bench.engine.serves = None
+    await bench.look()
+    assert await bench.state(backend) is BackendState.ACTIVE
+
+
+async def test_those_that_hang_hold_up_no_look_at_the_others(bench: Bench) -> None:
+    await bench.room.run()
+    register = bench.room.core.policies.register
+    for number in range(80):
+        await register("pol", BackendSpec(url=f"http://hung{number}"))
+    last = await register("pol", BackendSpec(url="http://b:1"))
+    async with bench.running():
+        await until(lambda: bench.checkups.age_s(last.id) is not None)
+
+
 async def test_it_looks_at_the_start_and_every_so_often(bench: Bench) -> None:
     await bench.backend()
     async with bench.running():
@@ -119,7 +154,7 @@ async def test_what_stands_still_is_not_taken_for_dead(bench: Bench) -> None:
 
 async def test_one_that_is_at_work_is_not_taken_for_dead(bench: Bench) -> None:
     backend = await bench.backend()
-    fleet = bench.room.core._fleet
+    fleet = bench.room.core._shared.fleet
     await until(lambda: len(fleet.describe()) > 0)
     stats = WorkerStats(at=0.0, stages={}, counters={}, loop_lag_ms_p99=0.0, rss_mb=1.0, cpu_s=0.0)
     bench.engine.up = False
@@ -154,7 +189,7 @@ async def test_the_state_at_a_glance_has_its_age(room: Room, monkeypatch: pytest
     backend = await room.core.policies.register("pol", BackendSpec(url="http://b:1"))
     [shown] = (await room.core.status.snapshot()).backends
     assert (shown["state"], shown["age_s"]) == ("active", None)
-    await room.core._checkups.report(BackendReport(backend_id=backend.id, ok=False, detail="gone"))
+    await room.core._behind.checkups.report(BackendReport(backend_id=backend.id, ok=False, detail="gone"))
     [shown] = (await room.core.status.snapshot()).backends
     assert (shown["state"], shown["error"]) == ("failed", "gone")
     assert shown["age_s"] < 60

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from pydantic import SecretStr
@@ -20,7 +21,8 @@ from rollserve.records.policy import BackendSpec, BackendState, PolicySpec
 from rollserve.records.rollout import RolloutState
 from rollserve.records.run import Quota, RunSpec
 from rollserve.rollouts.conversation import conversation
-from rollserve.store.base import AttemptPayload
+from rollserve.store.ops.tx import Tx
+from rollserve.store.payload import AttemptPayload
 from rollserve.testing.fakes_server import FakeExecutor, a_call, completes, ended
 from rollserve.testing.server_room import MakeRoom, Room, a_task
 from rollserve.wire import GroupBody
@@ -92,9 +94,35 @@ async def test_one_server_is_one_backend_however_its_url_is_written(room: Room) 
     await policies.create(POLICY)
     first = await policies.register("pol", BackendSpec(url="http://b/v1"))
     assert first.spec.url == "http://b"
-    for url in ("http://b", "http://b/", "http://B:80/v1/", "http://b/v1?x=1"):
+    for url in ("http://b", "http://b/", "HTTP://B:80/v1/v1", "http://b//", "http://b/v1//", "http://b/./v1"):
         assert (await policies.register("pol", BackendSpec(url=url))).id == first.id
     assert len((await policies.backends("pol")).items) == 1
+
+
+async def test_what_is_no_base_url_is_refused_and_a_password_is_not_told(room: Room) -> None:
+    await room.core.policies.create(POLICY)
+    cases = (
+        ("http://me:hunter2@b", "api_key"),
+        ("http://b?x=1", "'http://b'"),
+        ("http://b/v1#x", "'http://b'"),
+    )
+    for url, hint in cases:
+        with pytest.raises(InvalidInput) as caught:
+            await room.core.policies.register("pol", BackendSpec(url=url))
+        assert caught.value.field == "url"
+        assert hint in (caught.value.hint or "")
+        assert "hunter2" not in str(caught.value)
+    assert (await room.core.policies.backends("pol")).items == []
+
+
+async def test_a_server_that_was_kept_twice_is_one_after_its_next_registration(room: Room) -> None:
+    policies = room.core.policies
+    await policies.create(POLICY)
+    first = await policies.register("pol", BackendSpec(url="http://b"))
+    again = first.model_copy(update={"id": "be_again", "spec": BackendSpec(url="http://b/v1/v1")})
+    await room.store.put_backend(again)
+    assert (await policies.register("pol", BackendSpec(url="http://b/"))).id == first.id
+    assert [backend.id for backend in (await policies.backends("pol")).items] == [first.id]
 
 
 async def test_an_address_without_a_scheme_is_completed_in_the_hint(room: Room) -> None:
@@ -322,14 +350,30 @@ async def test_counters_only_grow_when_a_worker_is_lost(room: Room) -> None:
     assert (await room.core.status.snapshot()).counters["workers_lost"] == 1
 
 
+async def test_not_ready_while_nothing_can_be_written(room: Room) -> None:
+    def allow(pages: int) -> Callable[[Tx], object]:
+        return lambda tx: tx.conn.exec_driver_sql(f"PRAGMA max_page_count = {pages}").scalar()
+
+    await room.until(lambda: room.core.workers == 1)
+    await room.core.check_ready()
+    await room.store._write(allow(1))
+    with pytest.raises(Unavailable, match="full"):
+        for number in range(1000):
+            await room.core.policies.create(PolicySpec(name=f"p{number}", model="m" * 1000, tokenizer="tiny"))
+    with pytest.raises(Unavailable, match="the database can't be written"):
+        await room.core.check_ready()
+    await room.store._write(allow(1 << 20))
+    await room.core.check_ready()
+
+
 async def test_ready_means_that_rollouts_can_run(make_room: MakeRoom) -> None:
     async with make_room(FakeExecutor(workers=0)) as room:
         with pytest.raises(Unavailable, match="no worker"):
-            room.core.check_ready()
+            await room.core.check_ready()
         room.executor.join()
         await room.until(lambda: room.core.workers == 1)
-        room.core.check_ready()
+        await room.core.check_ready()
         room.core.begin_stop()
         with pytest.raises(Unavailable, match="stopping"):
-            room.core.check_ready()
+            await room.core.check_ready()
     assert room.executor.stopped

@@ -74,6 +74,14 @@ async def test_one_that_raises_ends_the_source_and_is_named(make_room: MakeRoom)
         assert lost == "filters:lost: there is no task 99: the source has 1, from 0 on"
 
 
+async def test_a_task_that_the_policy_takes_none_of_is_named(make_room: MakeRoom) -> None:
+    executor, payloads = make(solved)
+    pictured = task(0) | {"pictures": [{"url": "https://pictures.invalid/a.png"}]}
+    async with make_room(executor, payloads=payloads) as room:
+        detail = await failed(room, curriculum("until_solved", curriculum_options={"task": pictured}))
+        assert "policy 'pol' takes no images" in detail
+
+
 async def test_passed_over_it_is_asked_again_a_few_times(make_room: MakeRoom) -> None:
     executor, payloads = make(solved)
     async with make_room(executor, payloads=payloads) as room:

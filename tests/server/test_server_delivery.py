@@ -11,17 +11,10 @@ from rollserve.errors import Conflict, FailureKind, LeaseLost, NotFound, QueueFu
 from rollserve.records.run import Run
 from rollserve.rollouts import delivery
 from rollserve.rollouts.delivery import Delivered, Wanted
-from rollserve.store.base import AttemptPayload
+from rollserve.store.payload import AttemptPayload
 from rollserve.testing.clock import FakeClock
-from rollserve.testing.fakes_server import (
-    FakeExecutor,
-    FakePayloads,
-    a_call,
-    completes,
-    ended,
-    failed,
-    fails,
-)
+from rollserve.testing.fake_payloads import FakePayloads
+from rollserve.testing.fakes_server import FakeExecutor, a_call, completes, ended, failed, fails
 from rollserve.testing.server_room import MakeRoom, Room
 
 NOW = Wanted(trainer="t", max_groups=100)
@@ -93,20 +86,19 @@ async def test_waiting_requests_are_answered_when_the_server_stops(room: Room) -
 async def test_a_request_that_is_cancelled_takes_nothing(room: Room) -> None:
     run = await room.run()
     reading = asyncio.Event()
-    read = room.payloads.read
+    at_once = room.payloads.before_read
 
-    async def slow(ref: str) -> AttemptPayload:
+    async def slow() -> None:
         reading.set()
         await asyncio.sleep(60)
-        return await read(ref)
 
-    room.payloads.read = slow  # type: ignore[method-assign]
+    room.payloads.before_read = slow
     waiting = asyncio.create_task(room.core.deliveries.lease(run.id, SOON))
     [group] = await room.submit(run)
     await reading.wait()
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    room.payloads.read = read  # type: ignore[method-assign]
+    room.payloads.before_read = at_once
     assert ids(await room.core.deliveries.lease(run.id, NOW)) == [group.id]
 
 

@@ -13,7 +13,7 @@ from rollserve.records.drift import DriftCause, RolloutDrift
 from rollserve.records.rollout import RolloutState
 from rollserve.records.run import Run
 from rollserve.rollouts.delivery import Wanted
-from rollserve.store.base import AttemptPayload
+from rollserve.store.payload import AttemptPayload
 from rollserve.testing.fakes_server import a_call, ended
 from rollserve.testing.server_room import Room
 

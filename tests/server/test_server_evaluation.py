@@ -106,6 +106,7 @@ def test_a_task_is_what_is_to_be_done_and_how_it_is_judged() -> None:
     task = a_task().model_dump(mode="json")
     how: dict[str, Any] = {"tools": [], "metadata": {"a": 1}, "limits": {"run_s": 1}, "agent": {}}
     what: dict[str, Any] = {"instruction": "other", "image": "x", "files": {"a": "b"}, "grader": {}}
+    what["pictures"] = [{"url": "https://a.example/b.png"}]
     assert all(task_key(task | {name: other}) == task_key(task) for name, other in how.items())
     assert all(task_key(task | {name: other}) != task_key(task) for name, other in what.items())
 

@@ -13,8 +13,9 @@ from rollserve.records.control import GroupRule
 from rollserve.records.rollout import Group, GroupState, Rollout, RolloutState
 from rollserve.records.run import RetrySettings, Run
 from rollserve.rollouts.delivery import Delivered, Wanted
-from rollserve.store.base import AttemptPayload
+from rollserve.store.payload import AttemptPayload
 from rollserve.testing.clock import FakeClock
+from rollserve.testing.fake_payloads import FakePayloads
 from rollserve.testing.fakes_server import FakeExecutor, a_call, ended, failed
 from rollserve.testing.server_room import MakeRoom, Room
 
@@ -186,6 +187,82 @@ async def test_a_straggler_is_replaced_as_often_as_the_run_tries(make_room: Make
         [first, second] = (await room.core.groups.attempts(room.executor.history[1].rollout_id)).items
         assert first.failure is not None
         assert (first.failure.code, second.reward) == ("straggler", 1.0)
+
+
+async def test_stragglers_are_cancelled_after_a_restart_too(make_room: MakeRoom) -> None:
+    payloads = FakePayloads()
+    async with make_room(FakeExecutor(), payloads=payloads) as room:
+        run = await room.run(groups=GroupRule(min_usable=2, stragglers="cancel"))
+        [group] = await room.submit(run, rollouts=4)
+        await room.started(4)
+        completes(room, room.executor.history[3])
+        await room.until(lambda: room.executor.acks)
+    async with make_room(FakeExecutor(), payloads=payloads) as room:
+        await room.started(3)
+        completes(room, room.executor.history[1])
+        assert (await reached(room, group, GroupState.FINISHED)).usable == 2
+        assert await codes(room, group) == ["straggler", None, "straggler", None]
+        assert len(room.executor.cancels) == 2
+
+
+async def test_a_straggler_is_replaced_after_a_restart_too(make_room: MakeRoom) -> None:
+    """From its new start: the time that the server was away is nobody's."""
+    clock = FakeClock()
+    rule = GroupRule(stragglers="replace", straggler_s=30)
+    retry = RetrySettings(max_attempts=2, backoff_s=0)
+    async with make_room(FakeExecutor(), clock=clock) as room:
+        run = await room.run(groups=rule, retry=retry)
+        [group] = await room.submit(run, rollouts=1)
+        await room.started(1)
+        await clock.advance(20)
+    await clock.advance(600)
+    async with make_room(FakeExecutor(), clock=clock) as room:
+        await room.started(1)
+        await clock.advance(20)
+        assert room.executor.cancels == []
+        await clock.advance(16)
+        await room.started(2)
+        assert [cancel.reason for cancel in room.executor.cancels] == ["straggler"]
+        completes(room, room.executor.history[1])
+        await reached(room, group, GroupState.FINISHED)
+        history = (await room.core.groups.attempts(room.executor.history[1].rollout_id)).items
+        assert [attempt.failure.code if attempt.failure else None for attempt in history] == [
+            *("server_restart", "straggler", None)
+        ]
+
+
+async def test_who_waits_for_all_does_after_a_restart_too(make_room: MakeRoom) -> None:
+    clock, payloads = FakeClock(), FakePayloads()
+    async with make_room(FakeExecutor(), clock=clock, payloads=payloads) as room:
+        run = await room.run(groups=GroupRule(min_usable=2))
+        [group] = await room.submit(run, rollouts=3)
+        await room.started(3)
+        for start in room.executor.history[:2]:
+            completes(room, start)
+        await room.until(lambda: len(room.executor.acks) == 2)
+    async with make_room(FakeExecutor(), clock=clock, payloads=payloads) as room:
+        await room.started(1)
+        await clock.advance(3600)
+        assert (await room.core.groups.get(group.id)).state is GroupState.OPEN
+        completes(room, room.executor.history[0])
+        assert (await reached(room, group, GroupState.FINISHED)).usable == 3
+
+
+async def test_a_sibling_whose_worker_dies_after_a_restart_holds_no_group(make_room: MakeRoom) -> None:
+    clock = FakeClock()
+    async with make_room(FakeExecutor(), clock=clock) as room:
+        run = await room.run(groups=GroupRule(deadline_s=60))
+        [group] = await room.submit(run, rollouts=2)
+        await room.started(2)
+        completes(room, room.executor.history[0])
+        await room.until(lambda: room.executor.acks)
+        await clock.advance(40)
+    async with make_room(FakeExecutor(), clock=clock) as room:
+        await room.started(1)
+        room.executor.kill("w1", replace=False)
+        await clock.advance(21)  # of the deadline that the first start had set
+        assert (await reached(room, group, GroupState.FINISHED)).usable == 1
+        assert await codes(room, group) == [None, "deadline"]
 
 
 async def test_a_group_that_cant_have_enough_is_given_up(room: Room) -> None:

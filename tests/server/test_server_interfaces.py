@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from rollserve.errors import InvalidInput
+from rollserve.records.control import TaskSource
 from rollserve.records.policy import BackendKind, BackendSpec, Interface, Modality, PolicySpec
+from rollserve.records.run import RunSpec
 from rollserve.rollouts.templates import is_probed
-from rollserve.testing.server_room import Room
+from rollserve.testing.server_room import Room, a_task
+from rollserve.wire import GroupBody
 
 TEXT = PolicySpec(name="pol", model="m", interface="text")
 
@@ -77,3 +80,36 @@ async def test_a_policy_mixes_no_interfaces(interface: Interface, kind: BackendK
         await room.core.policies.register("pol", BackendSpec(url="http://b", kind=kind))
     assert refused.value.field == "kind"
     assert (await room.core.policies.backends("pol")).items == []
+
+
+PICTURED = a_task(pictures=[{"url": "https://pictures.invalid/a.png"}])
+
+
+async def submit_pictures(room: Room, run_id: str | None = None) -> None:
+    """Beside a task that has none: all are taken, or none."""
+    run_id = run_id or (await room.core.runs.open(RunSpec(policy="pol"))).id
+    await room.core.groups.submit(run_id, [GroupBody(task=a_task()), GroupBody(task=PICTURED)])
+
+
+async def test_a_policy_that_is_sent_ids_is_given_no_task_with_pictures(room: Room) -> None:
+    await room.core.policies.create(TEXT.model_copy(update={"interface": "tokens", "tokenizer": "tiny"}))
+    run = await room.core.runs.open(RunSpec(policy="pol"))
+    with pytest.raises(InvalidInput, match="policy 'pol' takes no images: it is sent token ids") as refused:
+        await submit_pictures(room, run.id)
+    assert refused.value.field == "groups.1.task.pictures"
+    assert (await room.store.list_groups(run.id)).items == []
+    spec = RunSpec(policy="pol", source=TaskSource(tasks=(PICTURED,)))
+    with pytest.raises(InvalidInput, match="takes no images") as inline:
+        await room.core.runs.open(spec)
+    assert inline.value.field == "source.tasks.0.pictures"
+
+
+async def test_all_backends_of_a_policy_take_a_tasks_pictures(room: Room) -> None:
+    await room.core.policies.create(TEXT)
+    await submit_pictures(room)  # none is there yet
+    sees = BackendSpec(url="http://a", kind=BackendKind.TEXT, accepts=["text", "image"])
+    await room.core.policies.register("pol", sees)
+    await submit_pictures(room)
+    await room.core.policies.register("pol", BackendSpec(url="http://b", kind=BackendKind.TEXT))
+    with pytest.raises(InvalidInput, match="has a backend that does not accept them"):
+        await submit_pictures(room)

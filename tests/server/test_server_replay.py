@@ -8,16 +8,17 @@ import msgspec
 import pytest
 
 from rollserve.errors import Conflict, FailureKind, NotFound, UnknownName
-from rollserve.executor.base import StartGrading
+from rollserve.executor.base import StartRegrading
 from rollserve.records.call import Call
 from rollserve.records.control import StalenessRule
 from rollserve.records.export import ExportSettings
-from rollserve.records.regrade import Graded, Grading, GradingState, Regrade
+from rollserve.records.regrade import Graded, Regrade, Regrading, RegradingState
 from rollserve.records.run import RetrySettings, Run
 from rollserve.records.task import GraderSpec
 from rollserve.rollouts.exports import Exported
-from rollserve.store.base import AttemptPayload
-from rollserve.testing.fakes_server import FakeExecutor, FakePayloads, a_call, completes, ended, failed
+from rollserve.store.payload import AttemptPayload
+from rollserve.testing.fake_payloads import FakePayloads
+from rollserve.testing.fakes_server import FakeExecutor, a_call, completes, ended, failed
 from rollserve.testing.server_room import MakeRoom, Room
 
 EXACT = GraderSpec(name="exact")
@@ -25,19 +26,19 @@ QUICK = RetrySettings(max_attempts=2, backoff_s=0.01, max_backoff_s=0.01)
 
 
 def gives(reward: float) -> Any:
-    def grade(executor: FakeExecutor, worker_id: str, start: StartGrading) -> None:
-        executor.graded(worker_id, start, Graded(state=GradingState.GRADED, reward=reward))
+    def grade(executor: FakeExecutor, worker_id: str, start: StartRegrading) -> None:
+        executor.graded(worker_id, start, Graded(state=RegradingState.GRADED, reward=reward))
 
     return grade
 
 
-async def done(room: Room, regrade: Regrade) -> list[Grading]:
+async def done(room: Room, regrade: Regrade) -> list[Regrading]:
     async def over() -> bool:
         counts = (await room.core.regrades.get(regrade.id))[1]
         return not counts["queued"] and not counts["running"]
 
     await room.until(over)
-    page = await room.core.regrades.gradings(regrade.id, state=None, cursor=None, limit=100)
+    page = await room.core.regrades.regradings(regrade.id, state=None, cursor=None, limit=100)
     return page.items
 
 
@@ -73,7 +74,7 @@ async def test_new_gradings_stand_beside_the_old_ones(make_room: MakeRoom) -> No
         regrade = await room.core.regrades.begin(run.id, EXACT, "again")
         found = await done(room, regrade)
         assert [(each.state, each.before, each.reward, each.tries) for each in found] == [
-            (GradingState.GRADED, 0.0, 0.75, 1)
+            (RegradingState.GRADED, 0.0, 0.75, 1)
         ] * 6
         assert {(await room.store.get_rollout(each.rollout_id)).reward for each in found} == {0.0}
         assert (await room.core.regrades.begin(run.id, EXACT, "again")).id == regrade.id
@@ -119,17 +120,17 @@ async def test_a_lost_worker_and_a_failing_grader_are_tried_again_within_the_bou
     async with make_room(executor) as room:
         run = await a_run(room, rollouts=1, retry=QUICK)
         regrade = await room.core.regrades.begin(run.id, EXACT)
-        await room.until(lambda: len(executor.gradings) == 1)
-        lost_by, first = executor.gradings[0]
+        await room.until(lambda: len(executor.regradings) == 1)
+        lost_by, first = executor.regradings[0]
         executor.kill(lost_by)
-        await room.until(lambda: len(executor.gradings) == 2)
-        worker, second = executor.gradings[1]
+        await room.until(lambda: len(executor.regradings) == 2)
+        worker, second = executor.regradings[1]
         assert (first.tries, second.tries) == (1, 2)
-        executor.graded(worker, first, Graded(state=GradingState.GRADED, reward=9.0))  # fenced
-        trouble = Graded(state=GradingState.FAILED, failure=failed(FailureKind.GRADER))
+        executor.graded(worker, first, Graded(state=RegradingState.GRADED, reward=9.0))  # fenced
+        trouble = Graded(state=RegradingState.FAILED, failure=failed(FailureKind.GRADER))
         executor.graded(worker, second, trouble)
         (grading,) = await done(room, regrade)
-        assert (grading.state, grading.tries, grading.reward) == (GradingState.FAILED, 2, None)
+        assert (grading.state, grading.tries, grading.reward) == (RegradingState.FAILED, 2, None)
         assert grading.graded == trouble
 
 
@@ -137,7 +138,7 @@ async def test_a_server_that_dies_amid_it_goes_on(make_room: MakeRoom) -> None:
     async with make_room(FakeExecutor(play=completes())) as room:
         run = await a_run(room, groups=4, rollouts=4)
         regrade = await room.core.regrades.begin(run.id, EXACT)
-        await room.until(lambda: len(room.executor.gradings) == 8)
+        await room.until(lambda: len(room.executor.regradings) == 8)
         held = (await room.core.regrades.get(regrade.id))[1]
         assert (held["running"], held["queued"]) == (8, 8)
     executor = FakeExecutor()
@@ -151,12 +152,12 @@ async def test_cancelled_and_pruned(make_room: MakeRoom) -> None:
     async with make_room(FakeExecutor(play=completes(), capacity=2)) as room:
         run = await a_run(room, groups=2, rollouts=4)
         regrade = await room.core.regrades.begin(run.id, EXACT)
-        await room.until(lambda: len(room.executor.gradings) == 2)
+        await room.until(lambda: len(room.executor.regradings) == 2)
         assert await room.core.regrades.cancel(regrade.id) == 6
-        for worker, start in room.executor.gradings:
-            room.executor.graded(worker, start, Graded(state=GradingState.IMPOSSIBLE, note="gone"))
+        for worker, start in room.executor.regradings:
+            room.executor.graded(worker, start, Graded(state=RegradingState.IMPOSSIBLE, note="gone"))
         states = [each.state for each in await done(room, regrade)]
-        assert (states.count(GradingState.CANCELLED), states.count(GradingState.IMPOSSIBLE)) == (6, 2)
+        assert (states.count(RegradingState.CANCELLED), states.count(RegradingState.IMPOSSIBLE)) == (6, 2)
         await room.core.runs.close(run.id)
         await room.core.runs.prune(run.id)
         with pytest.raises(NotFound):
@@ -231,10 +232,10 @@ async def test_export_with_the_rewards_of_a_regrade(make_room: MakeRoom) -> None
     payloads = FakePayloads()
     executor = FakeExecutor(play=completes(payloads, reward=0.0))
 
-    def grade(executor: FakeExecutor, worker_id: str, start: StartGrading) -> None:
-        given = Graded(state=GradingState.GRADED, reward=0.5, call_rewards={"c1": 2.0})
-        if len(executor.gradings) == 2:
-            given = Graded(state=GradingState.IMPOSSIBLE, note="no files")
+    def grade(executor: FakeExecutor, worker_id: str, start: StartRegrading) -> None:
+        given = Graded(state=RegradingState.GRADED, reward=0.5, call_rewards={"c1": 2.0})
+        if len(executor.regradings) == 2:
+            given = Graded(state=RegradingState.IMPOSSIBLE, note="no files")
         executor.graded(worker_id, start, given)
 
     executor.grade = grade

@@ -16,8 +16,9 @@ from rollserve.records.rollout import RolloutState
 from rollserve.records.run import RouteSpec, RunSpec
 from rollserve.rollouts.delivery import Wanted
 from rollserve.rollouts.verify import Criteria
-from rollserve.store.base import AttemptPayload
-from rollserve.testing.fakes_server import FakeExecutor, FakePayloads, a_call, ended
+from rollserve.store.payload import AttemptPayload
+from rollserve.testing.fake_payloads import FakePayloads
+from rollserve.testing.fakes_server import FakeExecutor, a_call, ended
 from rollserve.testing.server_room import MakeRoom, Room
 
 

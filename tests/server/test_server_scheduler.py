@@ -9,8 +9,8 @@ from rollserve.executor.base import AttemptEnded
 from rollserve.records.rollout import GroupState, RolloutState
 from rollserve.records.run import RetrySettings
 from rollserve.rollouts.retries import FREE_LOSSES, INTERRUPTIONS
-from rollserve.store.base import Finish, Finished
 from rollserve.store.sql import SqlStore
+from rollserve.store.values import Finish, Finished
 from rollserve.testing.clock import FakeClock
 from rollserve.testing.fakes_server import FakeExecutor, completes, ended, failed, fails
 from rollserve.testing.server_room import MakeRoom, Room
@@ -182,10 +182,10 @@ async def test_what_a_lost_attempt_had_recorded_is_kept(room: Room) -> None:
 
 
 async def test_a_record_that_cant_be_salvaged_costs_nothing_else(room: Room) -> None:
-    async def refuse(run_id: str, attempt_id: str) -> None:
+    async def refuse() -> None:
         raise InfrastructureFailure("the disk refused", operation="payload.salvage")
 
-    room.payloads.salvage = refuse  # type: ignore[method-assign]
+    room.payloads.before_salvage = refuse
     run = await room.run()
     [group] = await room.submit(run)
     await room.started(1)

@@ -18,8 +18,9 @@ from rollserve.records.rollout import GroupState
 from rollserve.records.run import Run, RunSpec, SourceState, SourceStatus
 from rollserve.rollouts.delivery import Delivered, Wanted
 from rollserve.rollouts.sources import Reading
-from rollserve.store.base import AttemptPayload
-from rollserve.testing.fakes_server import FakeExecutor, FakePayloads, Play, a_call, ended, failed
+from rollserve.store.payload import AttemptPayload
+from rollserve.testing.fake_payloads import FakePayloads
+from rollserve.testing.fakes_server import FakeExecutor, Play, a_call, ended, failed
 from rollserve.testing.server_room import MakeRoom, Room
 
 ZERO_VARIANCE = (FilterRule(name="zero_variance"),)
@@ -181,15 +182,16 @@ async def test_a_broken_line_ends_the_source_and_is_named(make_room: MakeRoom, t
 async def test_broken_lines_are_skipped_where_the_run_says_so(make_room: MakeRoom, tmp_path: Path) -> None:
     executor, payloads = make(ones)
     unknown = task(1) | {"grader": {"name": "nobody"}}
-    lines = [task(0), "{", unknown, task(2), "[]"]
+    pictured = task(3) | {"pictures": [{"url": "https://pictures.invalid/a.png"}]}
+    lines = [task(0), "{", unknown, task(2), "[]", pictured]
     async with make_room(executor, payloads=payloads) as room:
         source = TaskSource(path=write(tmp_path, lines), num_rollouts=1, on_broken_line="skip")
         run = await room.run(source=source)
         assert sorted(await take_all(room, run)) == [0, 2]
-        assert (await happened(room, run))["broken_lines"] == 3
+        assert (await happened(room, run))["broken_lines"] == 4
         events = await room.store.list_events(after=0, run_id=run.id)
         skipped = [event.data["line"] for event in events if event.type == "source.skipped"]
-        assert [line.split(":")[0] for line in skipped] == ["line 2", "line 3", "line 5"]
+        assert [line.split(":")[0] for line in skipped] == ["line 2", "line 3", "line 5", "line 6"]
 
 
 async def test_a_source_without_one_good_line_fails_and_does_not_spin(
@@ -334,6 +336,37 @@ async def test_or_carried_over_to_the_next_version(make_room: MakeRoom, tmp_path
         assert {3, 4} <= set(numbers(await take(room, run)))
 
 
+async def test_what_is_carried_over_survives_a_kill(make_room: MakeRoom, tmp_path: Path) -> None:
+    executor, payloads = make(lambda start: None if number_of(start) >= 3 else mixed_even(start))
+    async with make_room(executor, payloads=payloads) as room:
+        path = write(tmp_path, [task(n) for n in range(100)])
+        run = await room.run(**dapo(path, extra_groups=2, carry_over=True))
+        await counted(room, run, "groups_good", 3)
+        await room.until(lambda: room.core.tally.counts().get("groups_carried"))
+        await take(room, run)
+    again, _ = make(mixed_even)
+    async with make_room(again, payloads=payloads) as room:
+        assert (await happened(room, run))["carried"] == 2
+        await room.core.policies.set_version("pol", 1, None)
+        got: set[int] = set()
+        while not {3, 4} <= got:
+            got |= set(numbers(await take(room, run)))
+        assert (await happened(room, run)).get("stopped", 0) == 0
+
+
+async def test_a_source_that_ends_before_its_target_says_so(make_room: MakeRoom, tmp_path: Path) -> None:
+    executor, payloads = make(mixed_even)
+    async with make_room(executor, payloads=payloads) as room:
+        run = await room.run(**dapo(write(tmp_path, [task(0), task(1)]), epochs=1))
+        taken: list[int] = []
+        while (answer := await take(room, run)).over is None:
+            taken += numbers(answer)
+        assert (sorted(taken), answer.over[0]) == ([0, 1], "source_ended")
+        status = await room.core.runs.source(run.id)
+        assert status is not None
+        assert (status.state, status.position) == (SourceState.ENDED, 2)
+
+
 async def test_a_python_function_filters_and_one_that_raises_keeps(
     make_room: MakeRoom, tmp_path: Path
 ) -> None:
@@ -424,8 +457,8 @@ async def test_groups_waiting_to_be_judged_survive_a_kill(make_room: MakeRoom) -
     async with make_room(FakeExecutor()) as room:
         run = await room.run(filters=ZERO_VARIANCE)
         [group] = await room.submit(run, rollouts=2)
-        room.core._judge._judging.listen()
-        room.core._judge._places = asyncio.Semaphore(0)  # nobody is asked in this life
+        room.core._behind._judge._judging.listen()
+        room.core._behind._judge._places = asyncio.Semaphore(0)  # nobody is asked in this life
         await room.started(2)
         for start in room.executor.history:
             room.executor.end(start.attempt_id, ended(start, reward=1.0))

@@ -15,8 +15,9 @@ from rollserve.records.control import GroupRule, StalenessRule
 from rollserve.records.policy import PolicySpec
 from rollserve.records.run import RouteSpec, Run
 from rollserve.rollouts.delivery import Delivered, Wanted
-from rollserve.store.base import AttemptPayload
-from rollserve.testing.fakes_server import FakeExecutor, FakePayloads, a_call, ended, failed
+from rollserve.store.payload import AttemptPayload
+from rollserve.testing.fake_payloads import FakePayloads
+from rollserve.testing.fakes_server import FakeExecutor, a_call, ended, failed
 from rollserve.testing.server_room import MakeRoom, Room
 
 NOW = Wanted(trainer="t", max_groups=100)

@@ -18,9 +18,10 @@ from rollserve.records.control import FilterRule, GroupRule, StalenessRule
 from rollserve.records.rollout import RolloutState
 from rollserve.records.run import RetrySettings, Run, RunSpec
 from rollserve.rollouts.delivery import Wanted
-from rollserve.store.base import AttemptPayload
+from rollserve.store.payload import AttemptPayload
 from rollserve.store.schema import attempts
-from rollserve.testing.fakes_server import FakeExecutor, FakePayloads, a_call, ended, failed
+from rollserve.testing.fake_payloads import FakePayloads
+from rollserve.testing.fakes_server import FakeExecutor, a_call, ended, failed
 from rollserve.testing.server_room import MakeRoom, Room
 
 KINDS = {
@@ -206,7 +207,7 @@ def deadline(run: Run) -> GroupRule:
 
 
 async def finish(room: Room, runs: list[Run], workers: Workers) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         await drained(room, runs, workers)
         for run in runs:
             while await deliver(room, run, workers.random):

@@ -18,8 +18,9 @@ from rollserve.records.policy import BackendInfo, BackendSpec
 from rollserve.records.rollout import RolloutState
 from rollserve.records.verification import SampleCheck, Verification
 from rollserve.rollouts.verify import Criteria, Verifier
-from rollserve.store.base import AttemptPayload
-from rollserve.testing.fakes_server import FakeExecutor, FakePayloads, a_call, ended
+from rollserve.store.payload import AttemptPayload
+from rollserve.testing.fake_payloads import FakePayloads
+from rollserve.testing.fakes_server import FakeExecutor, a_call, ended
 from rollserve.testing.scripted import Reply, ScriptedBackend, ScriptedEngine, logprob_of, replies
 from rollserve.testing.server_room import MakeRoom, Room
 

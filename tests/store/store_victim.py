@@ -12,8 +12,8 @@ import time
 from rollserve.records.base import new_id
 from rollserve.records.control import TaskSource
 from rollserve.records.run import Run, SourceState, SourceStatus
-from rollserve.store.base import Fed, NewGroup
 from rollserve.store.sql import SqlStore
+from rollserve.store.values import Fed, NewGroup
 from rollserve.testing.store_facts import ending, make_group, open_run
 
 

@@ -11,10 +11,10 @@ from alembic import command
 
 from rollserve.records.rollout import GroupState
 from rollserve.records.run import RouteSpec
-from rollserve.store.base import NewGroup
 from rollserve.store.engine import make_engine
 from rollserve.store.migrate import alembic_config
 from rollserve.store.sql import SqlStore
+from rollserve.store.values import NewGroup
 from rollserve.testing.store_facts import NOW, ending, make_group, make_policy
 
 
@@ -107,3 +107,29 @@ def test_the_columns_go_with_a_downgrade(tmp_path: Path) -> None:
     conn.close()
     assert not {"sources", "run_bins"} & tables
     assert "rule" not in columns
+
+
+async def test_a_regrade_of_before_may_ask_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    engine = make_engine(f"sqlite:///{path}", synchronous="normal", writer=True, connections=1)
+    to(engine, "0002")
+    before_groups_were_objects(path)
+    to(engine, "0007")
+    with sqlite3.connect(path) as conn:
+        conn.execute(
+            "INSERT INTO regrades (id, run_id, grader, created_at) "
+            """VALUES ('reg_1', 'run_1', '{"name": "exact"}', 1)"""
+        )
+    conn.close()
+    to(engine, "head")
+    store = SqlStore(f"sqlite:///{path}", clock=lambda: NOW)
+    await store.open()
+    assert (await store.get_regrade("reg_1")).routes == {}
+    await store.close()
+    to(engine, "0007", down=True)
+    engine.dispose()
+    with sqlite3.connect(path) as conn:
+        columns = {row[1] for row in conn.execute("PRAGMA table_info(regrades)")}
+        assert "routes" not in columns
+        assert conn.execute("SELECT id FROM regrades").fetchone() == ("reg_1",)
+    conn.close()

@@ -28,8 +28,8 @@ from rollserve.records.call import (
     unpack_floats,
 )
 from rollserve.records.image import Image, PlacedImage
-from rollserve.store.base import AttemptPayload
 from rollserve.store.packing import Damaged, LogFrame, encode_frame, gather, pack, unpack
+from rollserve.store.payload import AttemptPayload
 from rollserve.store.payloads import FilePayloadStore
 
 SEEN = Image(digest="d1", at=2, media_type="image/png", size_bytes=9, detail="low")

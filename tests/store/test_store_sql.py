@@ -22,12 +22,14 @@ from rollserve.records.run import RunState
 from rollserve.store import writer as writer_module
 from rollserve.store.engine import make_engine
 from rollserve.store.migrate import migrate
+from rollserve.store.ops import events as event_ops
 from rollserve.store.ops import start as start_ops
 from rollserve.store.ops.events import EventLog, list_events
 from rollserve.store.ops.tx import Tx
 from rollserve.store.schema import metadata, policies
 from rollserve.store.sql import SqlStore
 from rollserve.store.writer import Writer
+from rollserve.testing.clock import FakeClock
 from rollserve.testing.store_facts import LOST, NOW, ending, make_group, open_run
 
 PARTIAL = ("ix_rollouts_ready", "ix_rollouts_backing_off", "ix_groups_judging", "ix_attempts_untold")
@@ -44,6 +46,13 @@ async def store(url: str) -> AsyncIterator[SqlStore]:
     await store.open()
     yield store
     await store.close()
+
+
+@pytest.fixture
+def short_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the writers that are made from now on."""
+    monkeypatch.setattr(writer_module, "MAX_PENDING", 100)
+    monkeypatch.setattr(writer_module, "SPACE_WAIT_S", 0.01)
 
 
 @pytest.fixture
@@ -114,7 +123,11 @@ class TestFile:
 async def test_a_transaction_that_the_database_undid_is_nobodys_success(store: SqlStore) -> None:
     """SQLite may roll everything back by itself (a full disk). What ran before in the same batch is gone
     then, and its caller must hear so."""
-    busy = threading.Event()
+    began, busy = threading.Event(), threading.Event()
+
+    def holds(_tx: Tx) -> None:
+        began.set()
+        assert busy.wait(30)
 
     def undone(tx: Tx) -> None:
         tx.conn.exec_driver_sql("ROLLBACK")
@@ -123,17 +136,38 @@ async def test_a_transaction_that_the_database_undid_is_nobodys_success(store: S
     async def behind(tx_work: Callable[[Tx], object]) -> object:
         return await store._write(tx_work)
 
-    hold = asyncio.create_task(behind(lambda tx: busy.wait(5)))
-    await asyncio.sleep(0.05)
+    hold = asyncio.create_task(behind(holds))
+    await asyncio.to_thread(began.wait, 30)
     before = asyncio.create_task(open_run(store))
-    await asyncio.sleep(0.05)
+    await FakeClock().settle()
     fails = asyncio.create_task(behind(undone))
-    await asyncio.sleep(0.05)
+    await FakeClock().settle()
     busy.set()
     await hold
     outcomes = await asyncio.gather(before, fails, return_exceptions=True)
     assert all(isinstance(outcome, Unavailable) for outcome in outcomes)
     assert (await store.list_policies()).items == []
+
+
+async def test_after_a_refused_write_another_is_tried_until_one_succeeds(store: SqlStore) -> None:
+    def allow(pages: int) -> Callable[[Tx], object]:
+        return lambda tx: tx.conn.exec_driver_sql(f"PRAGMA max_page_count = {pages}").scalar()
+
+    await store.check_writable()
+    assert store._writer is not None
+    assert store._writer.operations == 0, "for free while all is well"
+    await store._write(allow(1))  # SQLite takes the pages that there are
+    with pytest.raises(Unavailable, match="full"):
+        await store._write(event_ops.try_write)
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="database or disk is full"):
+            await store.check_writable()
+    await store._write(allow(1 << 20))
+    await store.check_writable()
+    operations = store._writer.operations
+    await store.check_writable()
+    assert store._writer.operations == operations
+    assert await store.list_events(after=0) == [], "what was tried is seen by nobody"
 
 
 class TestMigrations:
@@ -169,7 +203,7 @@ class TestMigrations:
             engine.dispose()
 
     def test_the_schema_is_valid_for_postgresql(self) -> None:
-        dialect = postgresql.dialect()  # type: ignore[no-untyped-call]
+        dialect = postgresql.dialect()  # type: ignore[no-untyped-call]  # SQLAlchemy leaves it untyped
         for table in metadata.sorted_tables:
             assert "CREATE TABLE" in str(CreateTable(table).compile(dialect=dialect))
             for index in table.indexes:
@@ -245,8 +279,8 @@ class TestWriter:
         count = await writer.run(lambda tx: tx.conn.execute(sa.text("SELECT count(*) FROM events")).scalar())
         assert count == 1
 
-    async def test_the_queue_is_bounded(self, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(writer_module, "SPACE_WAIT_S", 0.01)
+    @pytest.mark.usefixtures("short_queue")
+    async def test_the_queue_is_bounded(self, writer: Writer) -> None:
         entered, gate = threading.Event(), threading.Event()
 
         def hold(_tx: Tx) -> None:

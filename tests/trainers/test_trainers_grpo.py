@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,9 +51,9 @@ class Bigram(torch.nn.Module):
         return self.table[ids]
 
 
-def trainer_of(model: Bigram, **config: object) -> GRPOTrainer:
+def trainer_of(model: Bigram, **config: Any) -> GRPOTrainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return GRPOTrainer(model, list(model.parameters()), optimizer, GRPOConfig(**config))  # type: ignore[arg-type]
+    return GRPOTrainer(model, list(model.parameters()), optimizer, GRPOConfig(**config))
 
 
 def test_advantages_are_relative_to_the_group() -> None:
@@ -72,6 +73,16 @@ def test_a_rollout_without_reward_has_no_part_in_the_statistics() -> None:
 @pytest.mark.parametrize("rewards", [[], [1.0], [1.0, None], [0.5, 0.5, 0.5], [None, None]])
 def test_a_group_with_nothing_to_learn_is_skipped(rewards: list[float | None]) -> None:
     assert group_advantages(rewards) is None
+
+
+def test_a_trainer_that_does_not_look_pays_for_groups_that_teach_nothing() -> None:
+    alike = Group([1.0, 1.0], [make_sample([0, 1], [1], rollout=each) for each in range(2)])
+    model = Bigram()
+    assert trainer_of(model).step([alike]) is None
+    stats = trainer_of(model, train_alike=True).step([alike])
+    assert stats is not None
+    assert (stats.groups, stats.groups_skipped, stats.samples) == (1, 1, 2)
+    assert float(model.table.detach().abs().max()) == 0.0
 
 
 def test_token_logprobs_are_those_of_the_model() -> None:

@@ -190,8 +190,13 @@ async def test_what_does_not_stop_is_killed_at_the_deadline(shared_hosts: Zygote
     assert not is_alive(pid)
 
 
-@pytest.mark.parametrize("name", ["spin", "stubborn", "async_stubborn", "async_polite"])
-async def test_cancelling_the_use_ends_the_process_and_not_the_loop(hosts: ZygoteHosts, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "grace_s"), [("spin", 0.3), ("stubborn", 0.3), ("async_stubborn", 0.3), ("async_polite", 30.0)]
+)
+async def test_cancelling_the_use_ends_the_process_and_not_the_loop(
+    code_dir: Path, name: str, grace_s: float
+) -> None:
+    hosts = ZygoteHosts(code_dir=code_dir, settings=HostSettings(cancel_grace_s=grace_s))
     log: list[str] = []
     begun, pids = asyncio.Event(), []
 
@@ -213,6 +218,7 @@ async def test_cancelling_the_use_ends_the_process_and_not_the_loop(hosts: Zygot
     assert not is_alive(pids[0])
     assert hosts.live == 0
     assert ("cleaned up" in log) == (name == "async_polite")
+    await hosts.close()
 
 
 async def test_a_cancelled_request_of_the_host_is_cancelled_here(hosts: ZygoteHosts) -> None:

@@ -89,7 +89,7 @@ async def test_artifacts_are_kept_and_bounded(bench: Bench) -> None:
     bench.fakes = FakePorts(bench.clock, bounds=Bounds(artifact_bytes=10, artifacts_bytes=16))
     files = {"one": "x" * 10, "two": "y" * 11, "three": "z" * 6, "four": "w"}
     await bench.play(files=files, artifacts=["one", "two", "gone", "three", "four"])
-    kept = bench.fakes.payloads.sealed["run/a"].artifacts
+    kept = bench.fakes.payloads.kept["run/a"].artifacts
     assert kept == {"one": b"x" * 10, "three": b"z" * 6}
     assert "artifact two:" in bench.log()
     assert "artifact gone:" in bench.log()
@@ -102,7 +102,7 @@ async def test_call_rewards_are_recorded(bench: Bench) -> None:
 
     bench.fakes.graders.judges["judge"] = judge
     await bench.play(grader="judge")
-    assert bench.fakes.payloads.sealed["run/a"].call_rewards == {"call-0": 0.25}
+    assert bench.fakes.payloads.kept["run/a"].call_rewards == {"call-0": 0.25}
 
 
 async def test_agent_and_grader_may_log_within_a_bound(bench: Bench) -> None:

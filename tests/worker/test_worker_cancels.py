@@ -96,7 +96,7 @@ async def test_a_cancel_while_it_is_ending_changes_nothing(bench: Bench) -> None
         sealing.set()
         await go.wait()
 
-    bench.fakes.hooks.seal = seal
+    bench.fakes.payloads.before_seal = seal
     runner = bench.runner()
     task = bench.spawn(runner)
     await asyncio.wait_for(sealing.wait(), 10)
@@ -114,7 +114,7 @@ async def test_an_abandoned_attempt_cleans_up_and_says_nothing(bench: Bench) -> 
     runner.abandon()
     assert await asyncio.wait_for(task, 10) is None
     assert bench.fakes.leftovers == []
-    assert bench.fakes.payloads.sealed == {}
+    assert bench.fakes.payloads.kept == {}
     (left,) = bench.fakes.payloads.left.values()  # what it did is the server's to salvage
     assert left.log
     assert bench.free()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from rollserve.agent.base import AgentResult, Episode
-from rollserve.errors import AgentFailure, BackendUnavailable, FailureKind, SandboxError
+from rollserve.errors import AgentFailure, BackendUnavailable, FailureKind, InvalidInput, SandboxError
 from rollserve.grader.base import Grade, Grading
 from rollserve.records.rollout import RolloutState
 from rollserve.records.run import RunSpec
@@ -67,6 +68,30 @@ async def test_what_is_unknown_here_fails_before_a_sandbox(
     assert bench.fakes.runtime.made == []
 
 
+@pytest.mark.parametrize(("part", "kind"), [("agents", FailureKind.AGENT), ("graders", FailureKind.GRADER)])
+async def test_user_code_that_was_broken_since_is_its_own_fault(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, part: str, kind: FailureKind
+) -> None:
+    async def resolve(_: object) -> None:
+        raise InvalidInput("'mine:it' can't be loaded: SyntaxError", field="x.name")
+
+    monkeypatch.setattr(getattr(bench.fakes, part), "resolve", resolve)
+    attempt = await bench.play()
+    assert attempt.failure is not None
+    assert attempt.failure.kind is kind
+    assert attempt.failure.message == "x.name: 'mine:it' can't be loaded: SyntaxError"
+    assert "SyntaxError" in bench.log()
+    assert bench.fakes.runtime.made == []
+
+
+async def test_a_tool_that_was_broken_since_is_the_agents_fault(bench: Bench) -> None:
+    bench.fakes.hooks.open_tools = raising(InvalidInput("no module named 'mine'", field="tools.0"))
+    attempt = await bench.play()
+    assert attempt.failure is not None
+    assert attempt.failure.kind is FailureKind.AGENT
+    assert bench.fakes.leftovers == []
+
+
 async def test_a_failure_on_purpose_is_told_once(bench: Bench) -> None:
     """Its message has the traceback of the user's code; ours would only hide it."""
 
@@ -96,7 +121,7 @@ async def test_an_agents_crash_is_the_agents(bench: Bench) -> None:
     assert attempt.reward is None
     assert not graded
     assert "in crash" in bench.log()
-    assert bench.fakes.payloads.sealed["run/a"].artifacts == {"trace": b"t"}
+    assert bench.fakes.payloads.kept["run/a"].artifacts == {"trace": b"t"}
     assert bench.fakes.leftovers == []
 
 
@@ -111,8 +136,9 @@ async def test_a_cancelled_error_of_the_agents_own_making_is_a_crash(bench: Benc
 
 
 async def test_an_agent_must_return_a_result(bench: Bench) -> None:
-    async def forgetful(episode: Episode) -> AgentResult:
-        return None  # type: ignore[return-value]  # what a user's agent may do
+    async def forgetful(episode: Episode) -> Any:
+        """What a user's agent may do."""
+        return None
 
     bench.fakes.agents.plays["forgetful"] = forgetful
     attempt = await bench.play(agent="forgetful")
@@ -188,7 +214,7 @@ async def test_rewritten_turns_and_the_runs_rule(bench: Bench, rule: str, failed
 
 
 async def test_a_result_without_its_payload_is_none(bench: Bench) -> None:
-    bench.fakes.hooks.seal = raising(OSError("disk full"))
+    bench.fakes.payloads.before_seal = raising(OSError("disk full"))
     attempt = await bench.play()
     assert attempt.outcome is RolloutState.FAILED
     assert attempt.reward is None
@@ -199,14 +225,14 @@ async def test_a_result_without_its_payload_is_none(bench: Bench) -> None:
 
 
 async def test_sealing_has_a_deadline(bench: Bench) -> None:
-    bench.fakes.hooks.seal = hang
+    bench.fakes.payloads.before_seal = hang
     attempt = await bench.until(bench.spawn(bench.runner()))
     assert attempt.failure is not None
     assert attempt.failure.operation == "payload.seal"
 
 
 async def test_a_failed_seal_does_not_mask_an_earlier_failure(bench: Bench) -> None:
-    bench.fakes.hooks.seal = raising(OSError("disk full"))
+    bench.fakes.payloads.before_seal = raising(OSError("disk full"))
     bench.fakes.hooks.create = raising(SandboxError("gone", operation="sandbox.start"))
     attempt = await bench.play()
     assert attempt.failure is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -93,7 +94,7 @@ async def test_an_attempt_from_start_to_acknowledgement(
     again = Server()
     worker.connect(again.send)
     assert again.all(AttemptEnded) == []
-    assert "run/a" in bench.fakes.payloads.sealed
+    assert "run/a" in bench.fakes.payloads.kept
 
 
 async def test_an_end_is_repeated_until_it_is_acknowledged(
@@ -128,7 +129,7 @@ async def test_the_payload_of_a_fenced_attempt_is_deleted(
     await server.ends()
     worker.handle(AckAttempt(attempt_id="a", accepted=False))
     await bench.clock.settle()
-    assert bench.fakes.payloads.sealed == {}
+    assert bench.fakes.payloads.kept == {}
 
 
 async def test_a_cancel_reaches_its_attempt_alone(
@@ -200,10 +201,14 @@ async def test_only_the_newest_stage_of_an_attempt_is_sent(
 async def test_stats_come_every_second(worker: Worker, server: Server, bench: AttemptBench) -> None:
     worker.handle(bench.start_message("a"))
     await server.ends()
-    for _ in range(3):
+
+    async def next_second() -> None:
         seen = len(server.all(WorkerStats))
         await bench.clock.advance(1.01)
-        await server.until(lambda seen=seen: len(server.all(WorkerStats)) > seen)  # type: ignore[misc]
+        await server.until(lambda: len(server.all(WorkerStats)) > seen)
+
+    for _ in range(3):
+        await next_second()
     stats = server.all(WorkerStats)[-1]
     assert stats.stages["run"] == 0
     assert stats.counters["episodes"] == 1
@@ -246,7 +251,7 @@ async def test_stop_lets_what_ends_in_time_end_and_cleans_up_the_rest(
 ) -> None:
     bench.fakes.agents.plays["slow"] = bench.fakes.agents.plays["tool"]
     for name, seconds in (("quick", 3), ("late", 1000)):
-        bench.fakes.hooks.create = lambda seconds=seconds: bench.clock.sleep(seconds)  # type: ignore[misc]
+        bench.fakes.hooks.create = partial(bench.clock.sleep, seconds)
         worker.handle(bench.start_message(name))
         await bench.clock.settle()
     stopping = asyncio.create_task(worker.stop(5))

@@ -13,7 +13,8 @@ from rollserve.rollouts.warm import TRIM_EVERY_S, WINDOW_S, WarmRuntime
 from rollserve.sandbox.base import Sandbox, SandboxLimits, SandboxSpec
 from rollserve.sandbox.bubblewrap import BubblewrapRuntime
 from rollserve.testing.clock import FakeClock
-from rollserve.testing.fakes_worker import FakeRuntime, Hooks, Journal
+from rollserve.testing.fakes_sandbox import FakeRuntime
+from rollserve.testing.journal import Hooks, Journal
 
 PLAIN = SandboxSpec()
 OTHER = SandboxSpec(limits=SandboxLimits(memory_mb=64))
@@ -97,7 +98,7 @@ async def test_no_more_than_the_most_and_the_last_asked_for_first(bench: Bench) 
 async def test_nobody_waits_for_a_spare_to_be_made(bench: Bench) -> None:
     """One at a time, and none while a start of an attempt's own goes on."""
     gate = asyncio.Event()
-    bench.hooks.create = gate.wait  # type: ignore[assignment]
+    bench.hooks.create = gate.wait
     asked = [asyncio.create_task(bench.warm.create(PLAIN, owner="a", ttl_s=60)) for _ in range(3)]
     await bench.clock.settle()
     assert bench.warm.counters()["spares_made"] == 0
@@ -143,7 +144,7 @@ async def test_spares_that_can_not_be_made_are_tried_again_later(bench: Bench) -
 async def test_closing_cancels_what_is_being_made() -> None:
     bench = Bench()
     await bench.ask()
-    bench.hooks.create = asyncio.Event().wait  # type: ignore[assignment]
+    bench.hooks.create = asyncio.Event().wait
     await bench.ask()
     await bench.warm.close()
     assert bench.inner.made[-1].closed

@@ -16,6 +16,7 @@ import msgspec
 
 from rollserve.errors import InfrastructureFailure, LimitReached, SandboxError
 from rollserve.records.call import Message
+from rollserve.records.image import Image
 from rollserve.records.task import Task
 from rollserve.sandbox.base import Sandbox
 from rollserve.sandbox.tools import ToolResult
@@ -45,7 +46,16 @@ class ModelClient(Protocol):
         """One call. Send the whole conversation each time, the model's own turns as it returned
         them: it is extended token-exactly. ``model`` names one of the run's routes; None is its own
         policy. Raises ``LimitReached`` when a budget is used up, ``ContextTooLong``, ``BackendError``,
-        ``UnknownName`` for no such route."""
+        ``UnknownName`` for no such route, ``InvalidInput`` for an image that was not shown."""
+
+    async def show(
+        self, data: bytes | str, media_type: str = "image/png", *, model: str | None = None
+    ) -> Image | None:
+        """Make an image known, so that messages of this session may hold it (``Message.images``, each with
+        its place ``at`` in the content). ``data`` are its bytes, a ``data:`` URL with them as base64, or an
+        ``https:`` address that the model's server fetches. None where the model takes no images; that can
+        change with its backends, and ``chat`` refuses them then. Raises ``InvalidInput`` for what is no image
+        or over a bound of the gateway's, ``UnknownName`` for no such route."""
 
 
 class Toolbox(Protocol):
@@ -140,13 +150,15 @@ class AgentEntry:
     """How a name is run. ``check`` raises ``InvalidInput`` for bad options, before anything starts;
     ``hosted`` agents run in a code host. ``mounts`` says what of this machine the agent wants to see in
     its sandbox (``SandboxSpec.mounts``), ``programs`` what must then still be found on its image's ``PATH``
-    (``remedy``: how it comes there); one that ``acts_inside`` can't do without a sandbox."""
+    (``remedy``: how it comes there); one that ``acts_inside`` can't do without a sandbox. ``shows_pictures``:
+    those of a task reach its model."""
 
     name: str
     make: Callable[[dict[str, Any]], Agent]
     check: Callable[[dict[str, Any]], None]
     hosted: bool = False
     acts_inside: bool = False
+    shows_pictures: bool = False
     mounts: Callable[[dict[str, Any]], dict[str, str]] = no_mounts
     programs: Callable[[dict[str, Any]], tuple[str, ...]] = no_programs
     remedy: str = ""

@@ -12,7 +12,7 @@ from rollserve.cancelling import uninterrupted
 from rollserve.errors import NotFound, SandboxError
 from rollserve.sandbox.base import Program, Sandbox
 from rollserve.sandbox.capture import Capture
-from rollserve.sandbox.forward import forwarded
+from rollserve.sandbox.ports import forwarded
 
 if TYPE_CHECKING:
     from mcp.client._transport import TransportStreams

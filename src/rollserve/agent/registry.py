@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ from rollserve.agent.command import CommandAgent, CommandOptions, program_of
 from rollserve.agent.harness.table import HARNESSES, harness_entry
 from rollserve.agent.python_agent import PythonAgent
 from rollserve.agent.tool_agent import ToolAgent, ToolAgentOptions
-from rollserve.errors import UnknownName
 from rollserve.records.task import AgentSpec
 from rollserve.usercode.base import CodeHosts, CodeInfo, Role
+from rollserve.usercode.catalog import Catalog
 from rollserve.usercode.options import check_arguments, parse_options
-
-ENTRY_POINTS = "rollserve.agents"
 
 
 def _tool_agent(options: dict[str, Any]) -> Agent:
@@ -39,16 +36,14 @@ def _check_command(options: dict[str, Any]) -> None:
 def built_in(harness_dir: Path | None = None) -> dict[str, AgentEntry]:
     """The agents that run in the worker. A new one is a line here, a new harness one in its table."""
     return {
-        "tool": AgentEntry(name="tool", make=_tool_agent, check=_check_tool_agent),
+        "tool": AgentEntry(name="tool", make=_tool_agent, check=_check_tool_agent, shows_pictures=True),
         "command": AgentEntry(name="command", make=_command, check=_check_command, acts_inside=True),
         **{name: harness_entry(harness, harness_dir) for name, harness in HARNESSES.items()},
     }
 
 
-class AgentCatalog:
-    """``installed`` maps names to import paths; by default what installed packages declare. An
-    installed agent is user code like any other: it runs in a code host. ``harness_dir`` holds the
-    command-line harnesses installed on this machine."""
+class AgentCatalog(Catalog[AgentSpec, AgentEntry]):
+    """``harness_dir`` holds the command-line harnesses installed on this machine."""
 
     def __init__(
         self,
@@ -57,28 +52,7 @@ class AgentCatalog:
         installed: Mapping[str, str] | None = None,
         harness_dir: Path | None = None,
     ) -> None:
-        self._hosts = hosts
-        self._built_in = built_in(harness_dir)
-        if installed is None:
-            installed = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
-        self._installed = dict(installed)
-
-    @property
-    def names(self) -> list[str]:
-        return sorted({*self._built_in, *self._installed})
-
-    async def resolve(self, spec: AgentSpec, *, field: str = "agent") -> AgentEntry:
-        """Raises ``UnknownName`` or ``InvalidInput`` at ``<field>.name``; options are not looked at."""
-        if (entry := self._built_in.get(spec.name)) is not None:
-            return entry
-        path = self._installed.get(spec.name, spec.name)
-        if ":" not in path:
-            raise UnknownName("agent", spec.name, self.names, field=f"{field}.name")
-        return self._hosted(spec.name, await self._hosts.describe(path, Role.AGENT, field=f"{field}.name"))
-
-    async def check(self, spec: AgentSpec, *, field: str = "agent") -> None:
-        """Name and options. Raises ``InvalidInput`` (options: at ``agent.options.<name>``)."""
-        (await self.resolve(spec, field=field)).check(dict(spec.options))
+        super().__init__(Role.AGENT, hosts, built_in(harness_dir), installed)
 
     def _hosted(self, name: str, info: CodeInfo) -> AgentEntry:
         def check(options: dict[str, Any]) -> None:
@@ -88,4 +62,11 @@ class AgentCatalog:
             check(options)
             return PythonAgent(self._hosts, info, options)
 
-        return AgentEntry(name=name, make=make, check=check, hosted=True, code={info.path: info.version})
+        return AgentEntry(
+            name=name,
+            make=make,
+            check=check,
+            hosted=True,
+            shows_pictures=True,
+            code={info.path: info.version},
+        )

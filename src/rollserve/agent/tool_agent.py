@@ -2,16 +2,18 @@
 
 A turn without a tool call is the answer; so is what the ``submit`` tool is given. What the model does
 wrong (an unknown tool, broken arguments) comes back to it as an error it can act on. Running into a
-limit ends the episode with what there is, marked.
+limit ends the episode with what there is, marked. What tools attach is shown to models that take images.
 """
 
 from __future__ import annotations
 
 from typing import Annotated
 
+from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollserve.agent.base import AgentResult, Episode, Reply
+from rollserve.agent.pictures import instruction_message, shown
 from rollserve.errors import BackendError, ContextTooLong, LimitReached
 from rollserve.records.call import Message, ToolCall
 from rollserve.sandbox.tools import ToolResult
@@ -21,13 +23,15 @@ GO_ON = "Go on. Call a tool, or call `submit` with your answer when you are done
 
 class ToolAgentOptions(BaseModel):
     """``system`` is the system prompt. A tool's output is cut to ``max_tool_output_chars``, its
-    middle left out. With ``stop_on_text`` off, a turn without a tool call is answered with a nudge,
-    and only ``submit`` or a limit ends the episode."""
+    middle left out. A conversation holds ``max_images`` at most, the task's included: what tools attach
+    after that is named, and not shown. With ``stop_on_text`` off, a turn without a tool call is answered
+    with a nudge, and only ``submit`` or a limit ends the episode."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     system: Annotated[str | None, Field(max_length=1_000_000)] = None
     max_tool_output_chars: Annotated[int, Field(ge=64, le=10_000_000)] = 16_384
+    max_images: Annotated[int, Field(ge=0, le=10_000)] = 100
     stop_on_text: bool = True
 
 
@@ -36,7 +40,7 @@ class ToolAgent:
         self._options = options
 
     async def run(self, episode: Episode) -> AgentResult:
-        messages = self._opening(episode.task.instruction)
+        messages = await self._opening(episode)
         said: str | None = None
         while True:
             try:
@@ -56,8 +60,8 @@ class ToolAgent:
             else:
                 messages.append(Message(role="user", content=GO_ON))
 
-    def _opening(self, instruction: str) -> list[Message]:
-        user = Message(role="user", content=instruction)
+    async def _opening(self, episode: Episode) -> list[Message]:
+        user = await instruction_message(episode.task, episode.model)
         if self._options.system is None:
             return [user]
         return [Message(role="system", content=self._options.system), user]
@@ -83,9 +87,22 @@ class ToolAgent:
                 result = ToolResult(text=f"error: {call.error}", is_error=True)
             if result.answer is not None:
                 return result.answer
-            text = cut(result.text, self._options.max_tool_output_chars)
-            messages.append(Message(role="tool", content=text, tool_call_id=call.id, name=call.name))
+            messages.append(await self._told(episode, call, result, messages))
         return None
+
+    async def _told(
+        self, episode: Episode, call: ToolCall, result: ToolResult, before: list[Message]
+    ) -> Message:
+        text = cut(result.text, self._options.max_tool_output_chars)
+        left = self._options.max_images - sum(len(message.images) for message in before)
+        images = await shown(result, episode.model, most=left, log=episode.log)
+        return Message(
+            role="tool",
+            content=text,
+            tool_call_id=call.id,
+            name=call.name,
+            images=tuple(replace(image, at=len(text)) for image in images),
+        )
 
 
 def cut(text: str, limit_chars: int) -> str:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from rollserve.errors import InvalidInput
-from rollserve.store.base import Page
+from rollserve.store.values import Page
 from rollserve.wire import JSON, MSGPACK, Form, Listing
 
 R = TypeVar("R", bound=BaseModel)

@@ -25,7 +25,7 @@ from rollserve.api.auth import Auth, AuthMiddleware
 from rollserve.api.bodies import BodyBudget
 from rollserve.api.bound import BoundMiddleware
 from rollserve.api.metrics import MeterMiddleware, RequestMeter
-from rollserve.api.openapi import describe
+from rollserve.api.openapi import DescribedApp
 from rollserve.config import ApiSettings
 from rollserve.rollouts.coordinator import Coordinator
 
@@ -35,7 +35,7 @@ _BODIES_AT_ONCE = 8
 
 def make_app(coordinator: Coordinator, settings: ApiSettings, auth: Auth) -> FastAPI:
     meter = RequestMeter()
-    app = FastAPI(
+    app = DescribedApp(
         title="rollserve",
         version=__version__,
         summary="Rollouts as a service for reinforcement learning of multi-turn LLM agents.",
@@ -55,5 +55,4 @@ def make_app(coordinator: Coordinator, settings: ApiSettings, auth: Auth) -> Fas
     handed_over = (deliveries, callbacks, replay, evaluation)
     for topic in (policies, runs, rollouts, trajectories, drift, verify, *handed_over, events, status):
         app.include_router(topic.router())
-    app.openapi = describe(app)  # type: ignore[method-assign]  # the framework's documented way
     return app

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import secrets
 import time
 from urllib.parse import urlsplit
@@ -18,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollserve.api.problems import problem_response
+from rollserve.build.http import is_loopback
 from rollserve.config import ApiSettings
 from rollserve.errors import Forbidden, RollserveError, Unauthenticated
 from rollserve.store.base import Store
@@ -39,17 +39,6 @@ async def ensure_admin_key(store: Store) -> str | None:
     key = f"rsk_{secrets.token_urlsafe(32)}"
     await store.put_key(name=ADMIN, digest=digest_of(key), role=ADMIN)
     return key
-
-
-def is_loopback(host: str) -> bool:
-    """A name or address that only this machine reaches."""
-    bare = host.strip("[]")
-    if bare == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(bare).is_loopback
-    except ValueError:
-        return False
 
 
 def key_required(settings: ApiSettings) -> bool:

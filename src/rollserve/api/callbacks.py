@@ -9,7 +9,7 @@ from fastapi import APIRouter, Response
 from rollserve.api.answers import page, record
 from rollserve.api.bodies import body
 from rollserve.api.parts import Core, Paged, StrictRoute, accepts
-from rollserve.records.callback import CallbackMessage, CallbackStatus, MessageState
+from rollserve.records.callback import CallbackMessage, CallbackMessageState, CallbackStatus
 from rollserve.wire import Listing, ResendMessages, Resent
 
 
@@ -18,7 +18,9 @@ async def show(core: Core, run_id: str) -> Response:
     return record(await core.callbacks.status(run_id))
 
 
-async def messages(core: Core, run_id: str, paging: Paged, state: MessageState | None = None) -> Response:
+async def messages(
+    core: Core, run_id: str, paging: Paged, state: CallbackMessageState | None = None
+) -> Response:
     """In the order of what they tell of; `state=dead` are those that were given up."""
     found = await core.callbacks.messages(run_id, state=state, cursor=paging.cursor, limit=paging.limit)
     return page(found)

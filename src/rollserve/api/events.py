@@ -97,6 +97,7 @@ async def stream(
         if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 19):
             raise InvalidInput("not the id of an event", field="Last-Event-ID")
         after = int(last_event_id)
+    await core.events.check_cursor(after or 0, "after" if last_event_id is None else "Last-Event-ID")
     if run_id is not None:
         await core.runs.get(run_id)
     core.events.check_room()

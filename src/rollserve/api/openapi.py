@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -55,14 +54,13 @@ _STRUCTS = (CallbackBody, Delivery, ExportPage, RecordedCalls, Trajectory, WireS
 _REF = "#/components/schemas/"
 
 
-def describe(app: FastAPI) -> Callable[[], dict[str, Any]]:
-    """A replacement of ``app.openapi`` with every body, answer and error in it."""
-    plain = app.openapi
+class DescribedApp(FastAPI):
+    """Its page has every body, answer and error in it."""
 
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is not None:
-            return app.openapi_schema
-        schema = plain()
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is not None:
+            return self.openapi_schema
+        schema = super().openapi()
         components: dict[str, Any] = schema.setdefault("components", {}).setdefault("schemas", {})
         components |= _bodies() | _structs()
         components["Problem"] = Problem.model_json_schema()
@@ -70,10 +68,8 @@ def describe(app: FastAPI) -> Callable[[], dict[str, Any]]:
             for operation in path.values():
                 operation["responses"].pop("422", None)
                 operation["responses"]["default"] = _PROBLEM
-        app.openapi_schema = schema
+        self.openapi_schema = schema
         return schema
-
-    return openapi
 
 
 _PROBLEM = {

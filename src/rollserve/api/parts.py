@@ -3,6 +3,7 @@ query parameters."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -13,7 +14,8 @@ from fastapi.routing import APIRoute
 from starlette.types import Receive
 
 from rollserve.api.problems import problem_response
-from rollserve.errors import InvalidInput, UnknownName
+from rollserve.errors import InvalidInput, NotFound, RollserveError, UnknownName
+from rollserve.records.base import NAME_PATTERN
 from rollserve.rollouts.coordinator import Coordinator
 
 
@@ -45,12 +47,17 @@ async def _paging(
 Paged = Annotated[Paging, Depends(_paging)]
 
 
+_CURSOR_DIGITS = 19
+"""As of the store's lists: numbers of more are of none."""
+
+
 def slice_of(items: list[Any], paging: Paging) -> tuple[list[Any], str | None]:
     """A page of what one attempt left: its payload is read whole and bounded by the task's limits and
     what a worker keeps, so it is in memory. The cursor is an index."""
-    if paging.cursor is not None and not (paging.cursor.isascii() and paging.cursor.isdigit()):
+    cursor = paging.cursor or "0"
+    if not (cursor.isascii() and cursor.isdigit() and len(cursor) < _CURSOR_DIGITS):
         raise InvalidInput("not a cursor of this list", field="cursor")
-    start = int(paging.cursor or 0)
+    start = int(cursor)
     end = start + paging.limit
     return items[start:end], str(end) if end < len(items) else None
 
@@ -73,8 +80,33 @@ def answers(name: str, *kinds: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"content": {kind: {"schema": schema} for kind in kinds}}}
 
 
+_NAME = re.compile(NAME_PATTERN)
+_SHOWN_CHARS = 60
+_ANY_TEXT = "path"
+"""The one part of a path that is no id or name: a file's path in an attempt's artifacts."""
+
+_OTHER = "other"
+
+
+def _check_ids(request: Request) -> None:
+    """Every id and name of ours has one form: the store is not asked for another. Raises ``NotFound`` for one
+    in the path, ``InvalidInput`` for one in the query."""
+    for name, value in request.path_params.items():
+        if name != _ANY_TEXT and not _NAME.fullmatch(str(value)):
+            raise NotFound(_no_id(str(value)), field=name)
+    for name, value in request.query_params.multi_items():
+        if (name.endswith("_id") or name == _OTHER) and not _NAME.fullmatch(value):
+            raise InvalidInput(_no_id(value), field=name)
+
+
+def _no_id(value: str) -> str:
+    more = "…" if len(value) > _SHOWN_CHARS else ""
+    return f"{value[:_SHOWN_CHARS]!r}{more} is no id or name of anything"
+
+
 class StrictRoute(APIRoute):
-    """Refuses query parameters it does not have: a misspelt filter must not list everything."""
+    """Refuses query parameters it does not have: a misspelt filter must not list everything. And ids that can
+    be nobody's."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -84,6 +116,10 @@ class StrictRoute(APIRoute):
             for name in request.query_params:
                 if name not in known:
                     return problem_response(UnknownName("query parameter", name, known, field=name))
+            try:
+                _check_ids(request)
+            except RollserveError as error:
+                return problem_response(error)
             return await handle(request)
 
         return strict

@@ -1,4 +1,4 @@
-"""Routes of replay: stored attempts graded once more, and samples made anew; no model is run."""
+"""Routes of replay: stored attempts graded once more, and samples made anew; no policy is run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollserve.api.bodies import body
 from rollserve.api.deliveries import group_fields, while_connected
 from rollserve.api.parts import Core, IdempotencyKey, Paged, StrictRoute, accepts, answers
 from rollserve.records.export import ExportSettings
-from rollserve.records.regrade import Grading, GradingState, Regrade
+from rollserve.records.regrade import Regrade, Regrading, RegradingState
 from rollserve.rollouts.exports import Exported
 from rollserve.wire import (
     JSON,
@@ -31,7 +31,7 @@ async def begin(
 ) -> Response:
     """Grade each stored attempt that came to its end once more, by another grader. New gradings stand beside
     the rollouts' own rewards, which stay."""
-    return record(await core.regrades.begin(run_id, asked.grader, key), 201)
+    return record(await core.regrades.begin(run_id, asked.grader, key, routes=asked.routes), 201)
 
 
 async def of_run(core: Core, run_id: str, paging: Paged) -> Response:
@@ -45,9 +45,11 @@ async def show(core: Core, regrade_id: str) -> Response:
     return record(RegradeStatus(regrade=regrade, counts=counts))
 
 
-async def gradings(core: Core, regrade_id: str, paging: Paged, state: GradingState | None = None) -> Response:
+async def gradings(
+    core: Core, regrade_id: str, paging: Paged, state: RegradingState | None = None
+) -> Response:
     """Each rollout's: the reward it had before, and what this grader says; where it could not, why."""
-    found = await core.regrades.gradings(regrade_id, state=state, cursor=paging.cursor, limit=paging.limit)
+    found = await core.regrades.regradings(regrade_id, state=state, cursor=paging.cursor, limit=paging.limit)
     return page(found)
 
 
@@ -87,7 +89,7 @@ def router() -> APIRouter:
         openapi_extra=accepts(BeginRegrade))  # fmt: skip
     add("/runs/{run_id}/regrades", of_run, methods=["GET"], response_model=Listing[Regrade])
     add("/regrades/{regrade_id}", show, methods=["GET"], response_model=RegradeStatus)
-    add("/regrades/{regrade_id}/gradings", gradings, methods=["GET"], response_model=Listing[Grading])
+    add("/regrades/{regrade_id}/gradings", gradings, methods=["GET"], response_model=Listing[Regrading])
     add("/regrades/{regrade_id}/cancel", cancel, methods=["POST"], response_model=RegradeCancelled)
     add("/runs/{run_id}/export", export, methods=["POST"], response_model=None,
         responses=answers("ExportPage", JSON, MSGPACK), openapi_extra=accepts(ExportGroups))  # fmt: skip

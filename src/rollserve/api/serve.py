@@ -9,13 +9,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollserve import stopping
 from rollserve.api.app import make_app
 from rollserve.api.auth import Auth, ensure_admin_key, key_required
 from rollserve.build.catalogs import NO_SANDBOX, check_default_runtime
+from rollserve.build.data_dir import check_data_dir
 from rollserve.build.http import HttpServer, bind, url_of
 from rollserve.build.network import check_reach
 from rollserve.build.process import check_open_files
 from rollserve.build.server import open_coordinator
+from rollserve.build.session_address import check_session_address
 from rollserve.config import Settings
 from rollserve.errors import InfrastructureFailure
 from rollserve.rollouts.coordinator import Coordinator
@@ -37,7 +40,9 @@ class Ready:
 async def open_server(settings: Settings) -> AsyncIterator[tuple[Coordinator, Ready]]:
     """A running server; leaving stops it: waiting requests are let go, then HTTP ends, then the
     workers. Raises ``ConfigError`` before anything is started."""
+    check_data_dir(settings.data_dir)
     check_reach(settings)
+    check_session_address(settings)
     report = check_default_runtime(settings)
     check_open_files(settings)
     async with AsyncExitStack() as stack:
@@ -65,11 +70,11 @@ async def open_server(settings: Settings) -> AsyncIterator[tuple[Coordinator, Re
 
 
 async def run_server(settings: Settings, announce: Callable[[Ready], None]) -> None:
-    """Until SIGINT or SIGTERM. Raises ``InfrastructureFailure`` when the scheduler has failed: a server
-    that takes groups and runs none is worse than one that is started again."""
+    """Until SIGINT, SIGTERM or SIGHUP. Raises ``InfrastructureFailure`` when the scheduler has failed: a
+    server that takes groups and runs none is worse than one that is started again."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, *stopping.asked_by()):
         loop.add_signal_handler(number, stop.set)
     async with open_server(settings) as (coordinator, ready):
         announce(ready)

@@ -26,7 +26,7 @@ async def health() -> Response:
 
 async def ready(core: Core) -> Response:
     """Rollouts can be run now; 503 otherwise."""
-    core.check_ready()
+    await core.check_ready()
     return Response(f'{{"ready":true,"workers":{core.workers}}}', media_type=JSON)
 
 

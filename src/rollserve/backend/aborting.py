@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import structlog
 
+from rollserve.backend import probing
 from rollserve.backend.base import BackendHealth, GenerateRequest, Generation, TokenSink
-from rollserve.backend.http import Answer, Http
+from rollserve.backend.http import MAX_METRICS_BYTES, Answer, Http
 from rollserve.backend.metrics import Metrics
 from rollserve.backend.refusals import describe, refusal
 from rollserve.backend.route import Format, Route
-from rollserve.errors import BackendError, BackendUnavailable, InvalidInput
+from rollserve.errors import BackendError, InvalidInput
 
 
 class AbortingBackend(ABC):
@@ -52,10 +53,13 @@ class AbortingBackend(ABC):
             answer = await self._http.get("/health")
             if answer.status != 200:
                 return BackendHealth(ok=False, detail=f"/health gave {describe(answer)}")
-            answer = await self._http.get("/metrics")
-        except BackendUnavailable as error:
+            answer = await self._http.get("/metrics", max_bytes=MAX_METRICS_BYTES)
+        except BackendError as error:
             return BackendHealth(ok=False, detail=error.message)
         return self._healthy(self._metrics.read(answer.body) if answer.status == 200 else {})
+
+    async def look(self) -> BackendHealth:
+        return await probing.looked_at(self._http, self._model, await self.health())
 
     @abstractmethod
     def _healthy(self, metrics: Mapping[str, float]) -> BackendHealth:

@@ -4,8 +4,9 @@ its evidence is an error, never a guess."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from rollserve.backend.base import Generation, LabelSpan, TextSink, TokenSink, Usage
 from rollserve.backend.saying import Said, Saying
@@ -16,6 +17,9 @@ NO_EVIDENCE_LOGPROB = -9999.0
 
 MAX_ID = 2**31 - 1
 """Ids rest and travel as int32."""
+
+_Reason: TypeAlias = Literal["stop", "length", "abort"]
+_REASONS: tuple[_Reason, ...] = ("stop", "length", "abort")
 
 
 @dataclass(slots=True)
@@ -99,7 +103,7 @@ class Assembly:
         """What there is of a generation that we stopped ourselves."""
         return self._generation("abort")
 
-    def _generation(self, reason: Literal["stop", "length", "abort"]) -> Generation:
+    def _generation(self, reason: _Reason) -> Generation:
         return Generation(
             token_ids=self._ids,
             logprobs=self._logprobs,
@@ -123,9 +127,10 @@ class Assembly:
             raise self._error(f"weight versions cover {at} of {len(self._ids)} sampled tokens")
         return tuple(LabelSpan(start, end, label) for start, end, label in self._spans)
 
-    def _reason(self, text: str) -> Literal["stop", "length", "abort"]:
-        if text in ("stop", "length", "abort"):
-            return text  # type: ignore[return-value]  # mypy does not narrow str to a Literal by `in`
+    def _reason(self, text: str) -> _Reason:
+        for reason in _REASONS:
+            if reason == text:
+                return reason
         raise self._error(f"the generation ended with {text!r}")
 
     def _check(self, piece: Piece) -> None:
@@ -160,3 +165,11 @@ def join_spans(
         elif end > start:
             joined.append((start, end, label))
     return joined
+
+
+def assembled(pieces: Iterable[Piece], *, operation: str) -> Generation:
+    """A whole answer. Raises ``BackendError``."""
+    assembly = Assembly(operation)
+    for piece in pieces:
+        assembly.add(piece)
+    return assembly.finish()

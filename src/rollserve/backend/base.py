@@ -130,6 +130,10 @@ class Backend(Protocol):
 
     async def health(self) -> BackendHealth: ...
 
+    async def look(self) -> BackendHealth:
+        """Its health, and not well where what answers is no model server any more, or does not list the
+        model: another one may stand at the address. Samples nothing."""
+
     async def close(self) -> None: ...
 
 
@@ -148,8 +152,8 @@ def unrefunded() -> Callable[[], None]:
 
 class Pool(Protocol):
     """The backends of one policy, as one. Chooses by least in-flight, keeps a session on its backend
-    (prefix cache), moves it when that one drains, fails or is removed, and tries another only while no
-    token has been handed over."""
+    (prefix cache), moves it when that one drains, fails, is removed, or is full for longer than the prefix
+    is worth, and tries another only while no token has been handed over."""
 
     async def generate(
         self,

@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rollserve.backend import probing
-from rollserve.backend.assembly import Assembly, Piece
+from rollserve.backend.assembly import Piece, assembled
 from rollserve.backend.base import Chat, Delta, GenerateRequest, Generation, TokenSink, Usage
 from rollserve.backend.closing import ClosingBackend
 from rollserve.backend.engines import refuse_router
@@ -332,9 +332,8 @@ class ChatBackend(ClosingBackend):
             raise BackendError(f"there is no such route: {describe(answer)}", operation="backend.probe")
         if answer.status != 200:
             raise refusal(answer, operation="backend.probe")
-        assembly = Assembly("backend.probe")
-        assembly.add(self._format.decode(answer.body))
-        return await self._with_prompt(request, assembly.finish())
+        made = assembled([self._format.decode(answer.body)], operation="backend.probe")
+        return await self._with_prompt(request, made)
 
     async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
         made = await super().generate(request, on_tokens)

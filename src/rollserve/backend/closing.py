@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+from rollserve.backend import probing
 from rollserve.backend.assembly import Assembly
 from rollserve.backend.base import BackendHealth, GenerateRequest, Generation, TokenSink
 from rollserve.backend.http import Http
 from rollserve.backend.refusals import describe
 from rollserve.backend.route import OPERATION, Format, Route
-from rollserve.errors import BackendUnavailable
+from rollserve.errors import BackendError
 
 
 class ClosingBackend:
@@ -50,11 +51,14 @@ class ClosingBackend:
             answer = await self._http.get("/health")
             if answer.status in (404, 405):
                 answer = await self._http.get("/v1/models")
-        except BackendUnavailable as error:
+        except BackendError as error:
             return BackendHealth(ok=False, detail=error.message)
         if answer.status == 200:
             return BackendHealth(ok=True)
         return BackendHealth(ok=False, detail=describe(answer))
+
+    async def look(self) -> BackendHealth:
+        return await probing.looked_at(self._http, self._model, await self.health())
 
     async def close(self) -> None:
         await self._http.close()

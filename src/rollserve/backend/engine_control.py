@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rollserve.backend.adapters import AdapterControl
+from rollserve.backend.adapters import SGLANG, VLLM, AdapterControl
 from rollserve.backend.control import Control
 from rollserve.backend.http import Answer, Http
 from rollserve.backend.refusals import describe, refusal
@@ -22,7 +22,7 @@ def make_control(spec: BackendSpec, shared_with: str | None = None, adapter: str
     key = None if spec.api_key is None else spec.api_key.get_secret_value()
     http = Http(spec.url, api_key=key)
     if adapter is not None:
-        return AdapterControl(http, adapter)
+        return AdapterControl(http, SGLANG if spec.kind is BackendKind.SGLANG else VLLM, adapter)
     if shared_with is not None:
         return Untouched(http, f"it also serves the policy {shared_with!r}, which a pause would stop")
     if spec.kind is BackendKind.SGLANG:

@@ -25,6 +25,7 @@ class Holding:
         if self._roster.held is not None and self._roster.held.id == update.id:
             return
         self._roster.held = update
+        self._roster.wake()
         for member in self._roster.members.values():
             if update.mode is UpdateMode.KEEP:
                 for call in member.calls:

@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 import yarl
 
+from rollserve.addresses import root_of
 from rollserve.errors import BackendError, BackendUnavailable, InvalidInput
 from rollserve.turns import Turns
 
@@ -28,6 +29,11 @@ socket that the server is just closing."""
 
 MAX_ANSWER_BYTES = 512 << 20
 """Of a whole answer (a million tokens with logprobs and a few extras), and of one event of a stream."""
+
+MAX_SAID_BYTES = 1 << 20
+"""Of what a server says of itself: health, models, version. Asked every few seconds, of whatever answers."""
+
+MAX_METRICS_BYTES = 4 << 20
 
 _DATA = b"data: "
 
@@ -67,7 +73,7 @@ class Http:
         timeouts: Timeouts | None = None,
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
-        self.url = _root(base_url)
+        self.url = root_of(base_url)
         self._max_answer_bytes = max_answer_bytes
         self.timeouts = timeouts or Timeouts()
         self._headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
@@ -78,12 +84,13 @@ class Http:
         self._turns = Turns()
         self._closed = False
 
-    async def get(self, path: str) -> Answer:
-        return await self._bounded("GET", path, None, self.timeouts.control_s)
+    async def get(self, path: str, *, max_bytes: int = MAX_SAID_BYTES) -> Answer:
+        """For what is short. Raises ``BackendError`` for more than ``max_bytes``."""
+        return await self._bounded("GET", path, None, self.timeouts.control_s, max_bytes)
 
     async def control(self, path: str, body: bytes, *, timeout_s: float | None = None) -> Answer:
         """POST with a bound on the whole call."""
-        return await self._bounded("POST", path, body, timeout_s or self.timeouts.control_s)
+        return await self._bounded("POST", path, body, timeout_s or self.timeouts.control_s, None)
 
     async def post(self, path: str, body: bytes) -> Answer:
         """POST without a bound on the whole call: for generations. Answers that arrive together are
@@ -111,10 +118,12 @@ class Http:
         if session is not None:
             await session.close()
 
-    async def _bounded(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
+    async def _bounded(
+        self, method: str, path: str, body: bytes | None, timeout_s: float, max_bytes: int | None
+    ) -> Answer:
         try:
             async with asyncio.timeout(timeout_s), self._request(method, path, body) as response:
-                return await self._read(response, path)
+                return await self._read(response, path, max_bytes)
         except TimeoutError as error:
             message = f"{self.url}{path} did not answer within {timeout_s:g} s"
             raise BackendUnavailable(message, operation=path) from error
@@ -129,19 +138,21 @@ class Http:
         async with response:
             yield response
 
-    async def _read(self, response: aiohttp.ClientResponse, path: str) -> Answer:
+    async def _read(
+        self, response: aiohttp.ClientResponse, path: str, max_bytes: int | None = None
+    ) -> Answer:
         body = bytearray()
         with self._ours(path):
             async for chunk in response.content.iter_any():
                 body += chunk
-                self._check_size(len(body), path)
+                self._check_size(len(body), path, max_bytes or self._max_answer_bytes)
         header = response.headers.get("Retry-After")
         retry_after_s = None if header is None else parse_retry_after(header, time.time())
         return Answer(response.status, response.content_type, bytes(body), retry_after_s)
 
-    def _check_size(self, size: int, path: str) -> None:
-        if size > self._max_answer_bytes:
-            message = f"{self.url} sent more than {self._max_answer_bytes} bytes and no end"
+    def _check_size(self, size: int, path: str, max_bytes: int) -> None:
+        if size > max_bytes:
+            message = f"{self.url}{path} sent more than {max_bytes} bytes and no end"
             raise BackendError(message, operation=path)
 
     async def _events(self, response: aiohttp.ClientResponse, path: str) -> AsyncGenerator[list[bytes]]:
@@ -160,7 +171,7 @@ class Http:
                 if ended:
                     await _read_end(response)
                     return
-                self._check_size(lines.waiting, path)
+                self._check_size(lines.waiting, path, self._max_answer_bytes)
 
     @contextmanager
     def _ours(self, path: str) -> Iterator[None]:
@@ -253,16 +264,6 @@ def parse_retry_after(header: str, now_s: float) -> float | None:
         return max(0.0, parsedate_to_datetime(text).timestamp() - now_s)
     except ValueError:
         return None
-
-
-def _root(base_url: str) -> str:
-    try:
-        url = yarl.URL(base_url.strip())
-    except ValueError as error:
-        raise InvalidInput(f"not a URL: {base_url!r}: {error}", field="url") from error
-    if url.scheme not in ("http", "https") or not url.host:
-        raise InvalidInput(f"not an http:// or https:// URL: {base_url!r}", field="url")
-    return str(url.with_query(None).with_fragment(None)).rstrip("/").removesuffix("/v1")
 
 
 def _socket(info: tuple[Any, Any, int, str, tuple[Any, ...]]) -> socket.socket:

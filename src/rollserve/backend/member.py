@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 from rollserve.backend.base import Backend, BackendHealth
 from rollserve.backend.concurrency import Concurrency, Reading
+from rollserve.backend.homing import Pace
 from rollserve.backend.latency import Latency
 from rollserve.records import policy
 from rollserve.records.policy import BackendState
@@ -53,7 +54,8 @@ class PoolSettings:
     ``outlier_share`` of the backends are out together, failed ones included. A generation that gives no sign
     of life for ``silent_s`` (a token when it is streamed, the whole answer when it is not) is given up.
     ``concurrency`` bounds the calls on a backend: a number, ``off``, or ``auto`` (``backend.concurrency``,
-    fed every ``metrics_s``)."""
+    fed every ``metrics_s``). A session whose backend is full waits for it as long as its prefix is worth
+    (``backend.homing``), where reading a token of a prompt costs ``read_cost`` of sampling one (0: never)."""
 
     wait_s: float = 60.0
     strikes_to_fail: int = 3
@@ -68,6 +70,7 @@ class PoolSettings:
     slow_start_s: float = 30.0
     concurrency: int | Literal["auto", "off"] = "auto"
     metrics_s: float = 2.0
+    read_cost: float = 0.1
     outlier_ratio: float = 3.0
     outlier_s: float = 5.0
     outlier_rest_s: float = 30.0
@@ -132,7 +135,8 @@ class InFlight:
 class Member:
     """``in_flight`` is the number of entries in ``calls``: there is no counter that could leak. ``since`` is
     when it began to take calls (again), ``most`` the most that were in flight since its metrics were last
-    looked at, ``reading`` when that was and what its token counter showed."""
+    looked at, ``reading`` when that was and what its token counter showed. ``awaited`` are calls in line of
+    sessions that are at home here, ``promised`` those that were called from the line and come now."""
 
     def __init__(
         self, record: policy.Backend, backend: Backend, now: float, bound: Concurrency | int | None = None
@@ -153,6 +157,9 @@ class Member:
         self.removed = False
         self.sessions: set[str] = set()
         self.calls: set[InFlight] = set()
+        self.awaited: set[Hashable] = set()
+        self.promised: set[Hashable] = set()
+        self.pace = Pace()
         self.succeeded = 0
         self.failures = 0
         self.generated_tokens = 0
@@ -176,7 +183,13 @@ class Member:
 
     @property
     def room(self) -> float:
-        return math.inf if self.limit is None else self.limit - self.in_flight
+        taken = self.in_flight + len(self.promised)
+        return math.inf if self.limit is None else self.limit - taken
+
+    @property
+    def load(self) -> int:
+        """Calls that are there, and those that want to be."""
+        return self.in_flight + len(self.promised) + len(self.awaited)
 
     def learn(self, health: BackendHealth, now: float) -> None:
         """Of its metrics. An engine that says nothing of its throughput is not bounded."""
@@ -212,12 +225,12 @@ class Member:
             return False
         if self.health is Health.SLOW and (slow or self.slow_until > now):
             return slow
-        return self.health is Health.OK or not self.calls
+        return self.health is Health.OK or not (self.calls or self.promised)
 
     @property
     def half_open(self) -> bool:
         """It is slow, and the next call goes there to see whether it still is."""
-        return self.health is Health.SLOW and not self.calls
+        return self.health is Health.SLOW and not (self.calls or self.promised)
 
     def recover(self, now: float) -> None:
         """From failure or slowness: what it was like before says nothing any more."""

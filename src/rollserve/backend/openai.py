@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from rollserve.backend import probing
-from rollserve.backend.assembly import Assembly, Piece
+from rollserve.backend.assembly import Piece, assembled
 from rollserve.backend.base import GenerateRequest, Generation
 from rollserve.backend.closing import ClosingBackend
 from rollserve.backend.engines import refuse_router
@@ -199,9 +199,7 @@ class OpenAIBackend(ClosingBackend):
                 raise InvalidInput(f"no completions route at {where}: {describe(answer)}", field="url")
             if answer.status != 200:
                 raise refusal(answer, operation="backend.probe")
-            assembly = Assembly("backend.probe")
-            assembly.add(self._format.decode(answer.body))
-            generation = assembly.finish()
+            generation = assembled([self._format.decode(answer.body)], operation="backend.probe")
         except BackendError as error:
             message = f"{where} can't be used, a prompt of token ids gave: {error.message}"
             hint = "token ids and logprobs are needed, as vLLM and SGLang give them with return_token_ids"

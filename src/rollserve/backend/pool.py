@@ -3,7 +3,8 @@
 A call goes where ``choosing`` says; how well backends are is for ``watching``; ``holding`` stops all for an
 update of the weights. What this process has seen of a backend counts, not what the server last heard from
 other workers; draining and removal are orders. Calls beyond what backends can do at once (``concurrency``)
-stand in line; a session whose backend is full goes to another with room.
+stand in ``line``, which ``admitting`` keeps moving; one whose session has a backend waits for that a while
+(``homing``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 
 from rollserve.backend import latency
+from rollserve.backend.admitting import Admitting
 from rollserve.backend.base import (
     Backend,
     GenerateRequest,
@@ -28,6 +30,7 @@ from rollserve.backend.base import (
 from rollserve.backend.choosing import Choosing
 from rollserve.backend.concurrency import Concurrency
 from rollserve.backend.holding import Holding
+from rollserve.backend.homing import Patience, sampled
 from rollserve.backend.member import (
     Clock,
     Health,
@@ -78,7 +81,8 @@ class BackendPool:
             on_report=on_report,
         )
         self._choosing = Choosing(self._roster)
-        self._watching = Watching(self._roster, rng or random.Random())
+        self._admitting = Admitting(self._roster, self._choosing)
+        self._watching = Watching(self._roster, rng or random.Random(), self._admitting.let_in)
         self._holding = Holding(self._roster)
         self._retiring: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -165,7 +169,13 @@ class BackendPool:
         pause: Pause = nullcontext,
         refundable: Refundable = unrefunded,
     ) -> Routed:
-        attempt = Tries(session_id, self._roster.clock.monotonic() + self._roster.settings.wait_s, pause)
+        attempt = Tries(
+            session_id,
+            self._roster.clock.monotonic() + self._roster.settings.wait_s,
+            pause,
+            prompt_tokens=None if request.chat is not None else len(request.token_ids),
+            salt=request.cache_salt,
+        )
         while True:
             member = await self._acquire(attempt)
             refund = refundable()
@@ -184,7 +194,6 @@ class BackendPool:
     async def _acquire(self, attempt: Tries) -> Member:
         """A member for the next try. The choice and the count of what is in flight must not be apart by
         an await: ``_try`` enters ``member.call()`` before its first."""
-        turn = False
         while True:
             if self._closed:
                 raise BackendUnavailable("the pool is closed", operation="pool.generate")
@@ -193,19 +202,14 @@ class BackendPool:
                 with attempt.pause():
                     await changed.wait()
                 attempt.deadline = self._roster.clock.monotonic() + self._roster.settings.wait_s
+                attempt.patience = Patience()
                 continue
             now = self._roster.clock.monotonic()
-            able = self._choosing.able(attempt.failed, now)
-            if (
-                able
-                and (turn or not self._roster.line.waits)
-                and (member := self._choosing.choose(attempt.session_id, able, now))
-            ):
-                self._choosing.place(attempt.session_id, member)
-                return member
-            if able:
-                with attempt.pause():
-                    turn = await self._roster.line.stand(first=turn)
+            if self._choosing.able(attempt.failed, now):
+                if (member := await self._admitting.admit(attempt)) is not None:
+                    self._choosing.place(attempt.session_id, member)
+                    attempt.patience = Patience()
+                    return member
                 attempt.deadline = self._roster.clock.monotonic() + self._roster.settings.wait_s
                 continue
             if now >= attempt.deadline:
@@ -236,7 +240,7 @@ class BackendPool:
             if member.removed or member.health is not Health.OK:
                 self._roster.wake()
             else:
-                self._roster.let_in()
+                self._admitting.let_in()
 
     def _sink(self, member: Member, call: InFlight, attempt: Tries, on_tokens: TokenSink) -> TokenSink:
         taken = False
@@ -277,7 +281,8 @@ class BackendPool:
         member.generated_tokens += len(generation.token_ids)
         member.moved_at = self._roster.clock.monotonic()
         member.strikes = member.relapses = 0
-        self._time(member, attempt.call, len(generation.token_ids))
+        self._time(member, attempt.call, generation)
+        self._choosing.keep(attempt, member, generation)
         if member.health is Health.TRIAL:
             member.recover(member.moved_at)
             self._roster.wake()
@@ -286,15 +291,16 @@ class BackendPool:
             if other is not None and other is not member and not isinstance(error, BackendUnavailable):
                 self._watching.strike(other, error)
 
-    def _time(self, member: Member, call: InFlight | None, tokens: int) -> None:
+    def _time(self, member: Member, call: InFlight | None, generation: Generation) -> None:
         """How fast it was; a call that stood still for an update says nothing of that."""
         if call is None or call.stood:
             return
-        sample = latency.sample(call.started_at, call.first_at, member.moved_at, tokens)
+        sample = latency.sample(call.started_at, call.first_at, member.moved_at, len(generation.token_ids))
         if member.health is Health.SLOW:
             self._watching.probed(member, sample)
         else:
             member.latency.add(sample)
+        member.pace.add(member.moved_at - call.started_at, sampled(generation))
 
     def _unavailable(self, member: Member, attempt: Tries, error: BackendUnavailable) -> float:
         """Busy (it says when to come back): it rests, and that is no failure. Otherwise a strike."""

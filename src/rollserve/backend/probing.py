@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from rollserve.backend.base import BackendHealth
 from rollserve.backend.http import Answer, Http
 from rollserve.backend.refusals import describe, message_of
 from rollserve.errors import BackendError, BackendUnavailable, InvalidInput, nearest
@@ -91,6 +92,17 @@ async def served_models(http: Http, model: str) -> list[Model]:
             hint=nearest(model, names, cutoff=0.4),
         )
     return sorted(models, key=lambda served: served.id != model)
+
+
+async def looked_at(http: Http, model: str, health: BackendHealth) -> BackendHealth:
+    """``health``, unless the server does not list the model."""
+    if not health.ok:
+        return health
+    try:
+        await served_models(http, model)
+    except InvalidInput as error:
+        return BackendHealth(ok=False, detail=error.message)
+    return health
 
 
 async def ask(http: Http, path: str) -> Answer:

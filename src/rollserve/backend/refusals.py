@@ -17,6 +17,7 @@ _TOO_LONG = re.compile(
     r"context[ _](?:length|size|window)|max(?:imum)?[ _]model[ _]len|longer than the max|ContextTooLong",
     re.IGNORECASE,
 )
+_SENTENCES = ("message", "detail", "msg", "error_message")
 _TITLE = re.compile(rb"<title[^>]*>(.{1,200}?)</title>", re.IGNORECASE | re.DOTALL)
 
 
@@ -51,7 +52,7 @@ def message_of(answer: Answer) -> str:
     if isinstance(body, dict):
         inner = body.get("error", body)
         if isinstance(inner, dict):
-            text = inner.get("message") or inner.get("detail") or inner.get("msg")
+            text = next((inner[key] for key in _SENTENCES if inner.get(key)), None)
             kind = inner.get("type")
             if isinstance(text, str):
                 return (

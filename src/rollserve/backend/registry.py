@@ -8,13 +8,14 @@ from rollserve.backend.base import Backend
 from rollserve.errors import InvalidInput, UnknownName
 from rollserve.records.policy import BackendKind, BackendSpec
 
+_WITH_ADAPTERS = (BackendKind.VLLM, BackendKind.SGLANG, BackendKind.SCRIPTED)
 _OPTIONS = ("connect_timeout_s", "control_timeout_s", "adapter_path")
 
 
 def make_backend(spec: BackendSpec, model: str) -> Backend:
     """A client of the server at ``spec.url``, for the weights it serves as ``model``. Connects to
-    nothing yet. ``spec.options``: ``connect_timeout_s``, ``control_timeout_s``, and for kind ``vllm``
-    ``adapter_path``. Raises ``InvalidInput`` (fields ``url``, ``options.*``)."""
+    nothing yet. ``spec.options``: ``connect_timeout_s``, ``control_timeout_s``, and for kinds ``vllm`` and
+    ``sglang`` ``adapter_path``. Raises ``InvalidInput`` (fields ``url``, ``options.*``)."""
     from rollserve.backend.http import Http, Timeouts
 
     for name in spec.options:
@@ -31,7 +32,7 @@ def make_backend(spec: BackendSpec, model: str) -> Backend:
     if spec.kind is BackendKind.SGLANG:
         from rollserve.backend.sglang import SglangBackend
 
-        return SglangBackend(http, model)
+        return SglangBackend(http, model, adapter_path=adapter_path)
     if spec.kind is BackendKind.OPENAI:
         from rollserve.backend.openai import OpenAIBackend
 
@@ -62,7 +63,7 @@ async def list_models(spec: BackendSpec) -> list[str]:
 def _adapter_path(spec: BackendSpec) -> str | None:
     path = spec.options.get("adapter_path")
     field = "options.adapter_path"
-    if path is not None and spec.kind not in (BackendKind.VLLM, BackendKind.SCRIPTED):
+    if path is not None and spec.kind not in _WITH_ADAPTERS:
         raise InvalidInput(f"a backend of kind {spec.kind.value!r} loads no adapters", field=field)
     if path is not None and (not isinstance(path, str) or not path):
         raise InvalidInput(f"must be a path as the server sees it, not {path!r}", field=field)

@@ -39,13 +39,6 @@ class Roster:
         self.changed = asyncio.Event()
         self.line.dismiss()
 
-    def let_in(self) -> None:
-        """Those who stand in line, as far as there is room."""
-        if self.line.waits:
-            now = self.clock.monotonic()
-            rooms = [member.room for member in self.members.values() if member.takes(now)]
-            self.line.call(sum(room for room in rooms if room > 0))
-
     def report(self, backend_id: str, ok: bool, detail: str) -> None:
         self.log.info("pool.backend", backend=backend_id, ok=ok, detail=detail)
         if self._on_report is not None:

@@ -3,7 +3,8 @@
 What differs from vLLM: a stream repeats all tokens in each event unless the server runs with
 ``--incremental-streaming-output``; ids and logprobs come as one list of ``[logprob, id, text]``; an abort
 ends every request whose id begins with the one given; prompt and ``max_new_tokens`` together must stay
-below the context length; logprobs are those after temperature and before ``top_p`` and ``top_k``.
+below the context length; logprobs are those after temperature and before ``top_p`` and ``top_k``; which
+adapter a call wants is said beside it, as the route takes no model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import msgspec
 
 from rollserve.backend import probing
 from rollserve.backend.aborting import AbortingBackend, Span, labelled
-from rollserve.backend.assembly import Assembly, Piece
+from rollserve.backend.adapters import PATH_FIELD, SGLANG, load_unlisted
+from rollserve.backend.assembly import Piece, assembled
 from rollserve.backend.base import BackendHealth, GenerateRequest, Generation
 from rollserve.backend.engines import refuse_router, refuse_without_abort
 from rollserve.backend.http import Http
@@ -74,6 +76,7 @@ class _Body(msgspec.Struct, frozen=True, omit_defaults=True):
     stream: bool = False
     routing_key: str | None = None
     cache_salt: str | None = None
+    lora_path: str | None = None
 
 
 class _Reason(msgspec.Struct, frozen=True):
@@ -98,11 +101,12 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class GenerateFormat:
-    """The bodies of the route."""
+    """The bodies of the route; ``adapter`` is the name of the one that every call wants."""
 
     path = GENERATE
 
-    def __init__(self) -> None:
+    def __init__(self, adapter: str | None = None) -> None:
+        self._adapter = adapter
         self._encoder = msgspec.json.Encoder()
         self._decoder = msgspec.json.Decoder(_Answer)
 
@@ -130,6 +134,7 @@ class GenerateFormat:
             stream=stream,
             routing_key=request.session_id or None,
             cache_salt=request.cache_salt or None,
+            lora_path=self._adapter,
         )
         return with_ids(self._encoder.encode(body), b"input_ids", request.token_ids)
 
@@ -180,27 +185,31 @@ def _schema(schema: dict[str, Any] | None) -> str | None:
 
 
 class SglangBackend(AbortingBackend):
-    """The route itself takes no model."""
+    """With ``adapter_path`` the model is an adapter, which a probe loads from there where the server does not
+    list it; else it is the server's whole one."""
 
-    def __init__(self, http: Http, model: str) -> None:
-        self._format = GenerateFormat()
+    def __init__(self, http: Http, model: str, *, adapter_path: str | None = None) -> None:
+        self._adapter_path = adapter_path
+        self._format = GenerateFormat(None if adapter_path is None else model)
         super().__init__(http, model, self._format, _METRICS)
 
     # ── what it is
 
     async def probe(self) -> BackendInfo:
+        if self._adapter_path is not None:
+            await load_unlisted(self._http, SGLANG, self._model, self._adapter_path)
         models = await probing.served_models(self._http, self._model)
-        if models[0].parent is not None:
-            message = f"{self._model!r} is an adapter of {models[0].parent!r}: this kind serves whole models"
-            raise InvalidInput(message, field="model")
+        own = models[0]
+        self._check_whole(own)
+        base = next((each for each in models if each.id == own.parent), own)
         await refuse_router(self._http)
         engine = await probing.engine_name(self._http, "sglang")
         found = [await self._sample(list(ids), top_k=1, temperature=0.5) for ids in _PROBE_IDS]
         await refuse_without_abort(self._http, ABORT, _abort_body("rollserve-probe-none"))
         mode = await self._logprobs_mode(found)
-        versions = all(one.labels is not None for one in found)
+        versions = own.parent is None and all(one.labels is not None for one in found)
         warnings = [_TRUNCATED if mode == "temperature" else probing.RAW_LOGPROBS]
-        context = models[0].context_tokens
+        context = own.context_tokens or base.context_tokens
         return BackendInfo(
             engine=engine,
             models=[served.id for served in models],
@@ -208,8 +217,18 @@ class SglangBackend(AbortingBackend):
             logprobs_mode=mode,
             reports_versions=versions,
             structured=True,
+            adapter_of=own.parent,
             warnings=warnings if versions else [*warnings, probing.NO_VERSIONS],
         )
+
+    def _check_whole(self, own: probing.Model) -> None:
+        """What a call is sent by is settled before the server is asked what it has."""
+        if own.parent is not None and self._adapter_path is None:
+            message = f"{self._model!r} is an adapter of {own.parent!r}: say from where it is loaded"
+            raise InvalidInput(message, field=PATH_FIELD)
+        if own.parent is None and self._adapter_path is not None:
+            message = f"{self._model!r} is the whole model of {self._http.url}, and no adapter"
+            raise InvalidInput(message, field=PATH_FIELD)
 
     async def _logprobs_mode(self, greedy: list[Generation]) -> str:
         """``raw`` when a low temperature does not move logprobs towards 0."""
@@ -233,10 +252,7 @@ class SglangBackend(AbortingBackend):
             if answer.status != 200:
                 hint = "is it SGLang? vLLM is the kind 'vllm', another server 'openai'"
                 raise self._no_route(answer, path=GENERATE, absent=(404, 405), hint=hint)
-            assembly = Assembly("backend.probe")
-            for piece in self._format.reader()([answer.body]):
-                assembly.add(piece)
-            generation = assembly.finish()
+            generation = assembled(self._format.reader()([answer.body]), operation="backend.probe")
         except BackendError as error:
             message = f"{self._http.url} gave no usable generation: {error.message}"
             raise InvalidInput(message, field="url") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
+from rollserve.backend.homing import Patience
 from rollserve.backend.member import InFlight, Member, Pause
 from rollserve.errors import BackendError, BackendUnavailable
 from rollserve.records.policy import BackendState
@@ -28,13 +29,19 @@ def why_left(member: Member) -> str:
     return "did not stop for an update of the weights"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Tries:
-    """The tries of one call. ``handed``: tokens have reached the caller, so there is no other try."""
+    """The tries of one call. ``handed``: tokens have reached the caller, so there is no other try.
+    ``prompt_tokens`` (None: the engine will know) and ``salt`` say what of a prefix cache it can use;
+    ``ticket`` is its place in the line."""
 
     session_id: str
     deadline: float
     pause: Pause = nullcontext
+    prompt_tokens: int | None = None
+    salt: str = ""
+    ticket: tuple[float, int] | None = None
+    patience: Patience = field(default_factory=Patience)
     tries: int = 0
     sent: int = 0
     handed: bool = False

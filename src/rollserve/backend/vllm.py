@@ -14,8 +14,9 @@ import msgspec
 
 from rollserve.backend import probing
 from rollserve.backend.aborting import AbortingBackend, Span, labelled
-from rollserve.backend.adapters import load_adapter
-from rollserve.backend.assembly import Assembly, Piece
+from rollserve.backend.adapters import VLLM as ADAPTERS
+from rollserve.backend.adapters import load_unlisted
+from rollserve.backend.assembly import Piece, assembled
 from rollserve.backend.base import BackendHealth, GenerateRequest, Generation
 from rollserve.backend.engines import refuse_router, refuse_without_abort
 from rollserve.backend.http import Http
@@ -255,7 +256,8 @@ class VllmBackend(AbortingBackend):
         super().__init__(http, model, self._format, _METRICS)
 
     async def probe(self) -> BackendInfo:
-        await self._load()
+        if self._adapter_path is not None:
+            await load_unlisted(self._http, ADAPTERS, self._model, self._adapter_path)
         models = await probing.served_models(self._http, self._model)
         own = models[0]
         base = next((each for each in models if each.id == own.parent), own)
@@ -278,17 +280,6 @@ class VllmBackend(AbortingBackend):
             warnings=warnings if versions else [*warnings, probing.NO_VERSIONS],
         )
 
-    async def _load(self) -> None:
-        if self._adapter_path is None:
-            return
-        if self._model in [served.id for served in await probing.listed_models(self._http)]:
-            return
-        try:
-            await load_adapter(self._http, self._model, self._adapter_path)
-        except BackendError as error:
-            message = f"{self._http.url} does not load it: {error.message}"
-            raise InvalidInput(message, field="options.adapter_path", hint=error.hint) from error
-
     async def _sample(self, token_ids: list[int]) -> Generation:
         """A tiny greedy generation through the real route; what is wrong with it is the address's
         fault."""
@@ -306,10 +297,8 @@ class VllmBackend(AbortingBackend):
         if answer.status != 200:
             hint = "start vLLM (0.30 or newer) with --enable-scale-out"
             raise self._no_route(answer, path=GENERATE, absent=(403, 404, 405), hint=hint)
-        assembly = Assembly("backend.probe")
         try:
-            assembly.add(self._format.decode(answer.body))
-            return assembly.finish()
+            return assembled([self._format.decode(answer.body)], operation="backend.probe")
         except BackendError as error:
             message = f"{self._http.url} gave no usable generation: {error.message}"
             raise InvalidInput(message, field="url") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from rollserve.backend import latency, stall
@@ -20,10 +21,14 @@ DEAD_AFTER = 2
 HEALTH_S = 30.0
 
 
+Ask = Callable[[], Awaitable[BackendHealth]]
+
+
 class Watching:
-    def __init__(self, roster: Roster, rng: random.Random) -> None:
+    def __init__(self, roster: Roster, rng: random.Random, let_in: Callable[[], None]) -> None:
         self._roster = roster
         self._rng = rng
+        self._let_in = let_in
         self._begun = False
 
     def begin(self) -> None:
@@ -57,14 +62,14 @@ class Watching:
         self._roster.wake()
 
     async def _revive(self, member: Member) -> None:
-        """Ask until its health answers. Calls that still wait on a backend that has twice not answered
-        wait in vain: they are sent elsewhere."""
+        """Ask until it is well and serves the model: another server may stand there now. Calls that still
+        wait on a backend that has twice not answered wait in vain: they are sent elsewhere."""
         failures = 0
         while True:
             settings = self._roster.settings
             turn = member.relapses + failures + 1
             await self._roster.clock.sleep(self.backoff_s(turn, settings.probe_first_s, settings.probe_max_s))
-            detail = await self._ask(member)
+            detail = await self._ask(member, member.backend.look)
             if detail is None:
                 break
             member.error = detail
@@ -82,7 +87,7 @@ class Watching:
             since = self._roster.clock.monotonic() - self._roster.settings.quiet_s
             for member in list(self._roster.members.values()) if self._roster.held is None else ():
                 if member.calls and member.moved_at < since and member.health is not Health.FAILED:
-                    detail = await self._ask(member)
+                    detail = await self._ask(member, member.backend.health)
                     if detail is not None:
                         self.fail(member, detail)
 
@@ -109,34 +114,38 @@ class Watching:
                 busy = [m for m in self._roster.members.values() if m.calls and m.health is Health.OK]
                 if self._roster.settings.concurrency == "auto":
                     await asyncio.gather(*(self._learn(member) for member in busy))
-                self._roster.let_in()
+                self._let_in()
 
     async def _learn(self, member: Member) -> None:
-        health = await self._look(member, self._roster.settings.metrics_s)
+        health = await self._look(member, member.backend.health, self._roster.settings.metrics_s)
         if health.ok and self._roster.held is None:
             member.learn(health, self._roster.clock.monotonic())
+            self._let_in()
 
-    async def _ask(self, member: Member) -> str | None:
+    async def _ask(self, member: Member, ask: Ask) -> str | None:
         """None when it is well, else why not."""
-        health = await self._look(member, HEALTH_S)
+        health = await self._look(member, ask, HEALTH_S)
         return None if health.ok else (health.detail or "not healthy")
 
-    async def _look(self, member: Member, within_s: float) -> BackendHealth:
+    async def _look(self, member: Member, ask: Ask, within_s: float) -> BackendHealth:
         """Whatever a third-party backend raises here is an answer: it is not well."""
         try:
             async with asyncio.timeout(within_s):
-                return await member.backend.health()
+                return await ask()
         except TimeoutError:
             return BackendHealth(ok=False, detail=f"health did not answer within {within_s:g} s")
         except Exception as error:
             self._roster.log.warning("pool.health_failed", backend=member.id, error=repr(error))
             return BackendHealth(ok=False, detail=str(error) or repr(error))
 
+    def _looker(self, member: Member) -> Ask:
+        return partial(self._look, member, member.backend.health, stall.LOOK_S)
+
     async def stalled(self, session_id: str, run_s: float) -> BackendUnavailable | None:
         if self._roster.held is not None:
             return None
         out = [
-            stall.watch(member, call, run_s, self._roster.clock, partial(self._look, member, stall.LOOK_S))
+            stall.watch(member, call, run_s, self._roster.clock, self._looker(member))
             for member in self._roster.members.values()
             for call in member.calls
             if call.session_id == session_id

@@ -12,9 +12,11 @@ from typing import Any
 from rollserve.agent.base import AgentEntry
 from rollserve.agent.registry import AgentCatalog
 from rollserve.agent.toolbox import ToolCatalog
+from rollserve.build.files import check_files
 from rollserve.build.network import check_network
 from rollserve.build.runtimes import offered, runtime_options
 from rollserve.config import Settings, WorkerSettings
+from rollserve.dialect.images import Pictures
 from rollserve.errors import ConfigError, InvalidInput, UnknownName
 from rollserve.grader.registry import GraderCatalog
 from rollserve.records.task import Task
@@ -24,6 +26,9 @@ from rollserve.sandbox.registry import FROM_IMAGES, ON_HOST, make_runtime, runti
 from rollserve.usercode.hosts import HostSettings, ZygoteHosts
 
 NO_SANDBOX = "none"
+
+MAX_PICTURE_CHARS = 8 << 20
+"""A task travels to its worker with each attempt."""
 
 
 def make_hosts(settings: Settings) -> ZygoteHosts:
@@ -81,18 +86,42 @@ class Catalogs:
     default_runtime: str
     allow_unheld_limits: bool = False
     tasks_may_ask: str = "none"
+    advertises_sessions: bool = False
 
     async def check_task(self, task: Task, field: str) -> None:
         """Raises ``InvalidInput`` whose field begins with ``field``."""
         dot = f"{field}." if field else ""
         try:
+            check_files(task.files)
             await self.agents.check(task.agent)
+            if task.pictures:
+                await self._check_pictures(task)
             await self.graders.check(task.grader)
             await self.tools.check(task)
             await self._check_place(task)
         except InvalidInput as error:
             error.field = f"{dot}{error.field}" if error.field else field or None
             raise
+
+    async def _check_pictures(self, task: Task) -> None:
+        if not (await self.agents.resolve(task.agent)).shows_pictures:
+            raise InvalidInput(
+                f"the agent {task.agent.name!r} shows no pictures to its model",
+                field="pictures",
+                hint="the agent 'tool' does, and Python classes of yours may",
+            )
+        if sum(len(picture.url) for picture in task.pictures) > MAX_PICTURE_CHARS:
+            raise InvalidInput(
+                f"the pictures of a task have {MAX_PICTURE_CHARS} characters at most, as URLs",
+                field="pictures",
+                hint="give large ones as an address (https://…)",
+            )
+        read = Pictures()
+        for index, picture in enumerate(task.pictures):
+            where = f"pictures.{index}"
+            if picture.at is not None and picture.at > len(task.instruction):
+                raise InvalidInput("it stands behind the end of the instruction", field=f"{where}.at")
+            await asyncio.to_thread(read.of_address, picture.url, where, f"{where}.url")
 
     async def _check_place(self, task: Task) -> None:
         name = task.runtime or self.default_runtime
@@ -122,14 +151,34 @@ class Catalogs:
             raise InvalidInput("this agent acts in a sandbox, and the task has none", field="agent.name")
         if name == NO_SANDBOX and self._wants_sandbox(task):
             raise InvalidInput("this grader acts in a sandbox, and the task has none", field="grader.name")
-        await self._check_programs(task, name)
+        entry = await self.agents.resolve(task.agent)
+        if entry.acts_inside:
+            await asyncio.to_thread(self._check_way, name)
+            await self._check_programs(task, name, entry)
 
-    async def _check_programs(self, task: Task, runtime: str) -> None:
+    def _check_way(self, runtime: str) -> None:
+        """From inside a sandbox to its session. Blocking."""
+        can = self.runtimes[runtime].report().can
+        if "listen" in can or ("dial" in can and self.advertises_sessions):
+            return
+        if "dial" not in can:
+            raise InvalidInput(
+                f"from a sandbox of the runtime {runtime!r} no agent inside reaches its session",
+                field="runtime",
+                hint="bubblewrap has a way",
+            )
+        raise InvalidInput(
+            f"sandboxes of the runtime {runtime!r} are elsewhere, and this server advertises no address at "
+            "which the agent inside reaches its session",
+            field="runtime",
+            hint="the operator's settings session_address.url (https://HOST:{port}), .certificate_file and "
+            ".key_file; docs/sandboxes.md has more",
+        )
+
+    async def _check_programs(self, task: Task, runtime: str, entry: AgentEntry) -> None:
         """What can be known before a sandbox is made: an image of another kind, or one that commands or a
         ``PATH`` of the task's change, is looked into by the attempt."""
-        entry, options = await self.agents.resolve(task.agent), dict(task.agent.options)
-        if runtime not in ON_HOST or not entry.acts_inside:
-            return
+        options = dict(task.agent.options)
         mounts = await asyncio.to_thread(entry.mounts, options)
         if mounts and runtime not in FROM_IMAGES:
             raise InvalidInput(
@@ -137,6 +186,8 @@ class Catalogs:
                 field="runtime",
                 hint='use bubblewrap, or the agent\'s option "provide": "image" with its program on PATH',
             )
+        if runtime not in ON_HOST:
+            return
         if task.image != HOST or task.prepare or "PATH" in task.env:
             return
         missing = await asyncio.to_thread(_not_found, entry, options)
@@ -180,6 +231,7 @@ def make_catalogs(settings: Settings, hosts: ZygoteHosts) -> Catalogs:
         default_runtime=settings.workers.runtime,
         allow_unheld_limits=settings.workers.allow_unheld_limits,
         tasks_may_ask=settings.network.tasks_may_ask,
+        advertises_sessions=settings.session_address.url is not None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import resource
 import socket
 from collections.abc import Iterator
@@ -27,20 +28,40 @@ class _Server(uvicorn.Server):
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one. Raises ``ConfigError``."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((host, port))
+        return listening(host, port)
     except (OSError, OverflowError) as error:
-        sock.close()
         raise ConfigError(
             f"can't listen on {host}:{port}: {error}",
             field="api.port",
             hint="choose another with --port PORT (0 takes a free one) or --host",
         ) from error
-    sock.listen(BACKLOG)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """The same. Raises ``OSError``, ``OverflowError`` for a port that is none. Of two that bind the same free
+    port at once, one learns that it is taken when it listens."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
     return sock
+
+
+def is_loopback(host: str) -> bool:
+    """A name or address that only this machine reaches."""
+    bare = host.strip("[]")
+    if bare == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(bare).is_loopback
+    except ValueError:
+        return False
 
 
 def url_of(sock: socket.socket) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from ipaddress import ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_network
 
 from rollserve.config import Settings
 from rollserve.errors import ConfigError, InvalidInput
@@ -34,7 +34,9 @@ def check_reach(settings: Settings) -> None:
 
 
 def _is_part(wanted: Range, private: Range) -> bool:
-    return wanted.version == private.version and wanted.subnet_of(private)  # type: ignore[arg-type]  # same
+    if isinstance(wanted, IPv4Network):
+        return isinstance(private, IPv4Network) and wanted.subnet_of(private)
+    return isinstance(private, IPv6Network) and wanted.subnet_of(private)
 
 
 def _api_addresses(settings: Settings) -> Iterator[Range]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 
+from rollserve.addresses import checked_root
 from rollserve.backend.registry import list_models, make_backend
 from rollserve.errors import InvalidInput, RollserveError
 from rollserve.gateway.tokenizer_files import TINY
@@ -41,6 +42,7 @@ async def probe(spec: BackendSpec, model: str) -> BackendInfo:
 async def identify(url: str) -> BackendInfo:
     """Of a server whose kind and model nobody has named: the first kind that fits, with its first model.
     Raises ``InvalidInput`` with what each kind missed."""
+    url = checked_root(url)
     models = await list_models(BackendSpec(url=url))
     if not models:
         raise InvalidInput(f"{url} serves no model", field="url")

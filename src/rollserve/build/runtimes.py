@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from rollserve import config
 from rollserve.build.images import image_settings
+from rollserve.build.session_address import opening
 from rollserve.config import Settings
 from rollserve.sandbox.apptainer import ApptainerSettings
 from rollserve.sandbox.containers.runtime import ContainerSettings
-from rollserve.sandbox.kubernetes.settings import KubernetesSettings
+from rollserve.sandbox.kubernetes.settings import KubernetesSettings, Opening
 from rollserve.sandbox.registry import BUILT_IN, RuntimeOptions, runtime_names
 from rollserve.sandbox.remote.swerex import RemoteSettings
 
@@ -31,11 +32,11 @@ def runtime_options(settings: Settings) -> RuntimeOptions:
             starts_at_once=settings.remote.starts_at_once,
             start_s=settings.remote.start_s,
         ),
-        kubernetes=_kubernetes(settings.kubernetes),
+        kubernetes=_kubernetes(settings.kubernetes, opening(settings)),
     )
 
 
-def _kubernetes(told: config.KubernetesSettings) -> KubernetesSettings:
+def _kubernetes(told: config.KubernetesSettings, sessions: tuple[str, int, int] | None) -> KubernetesSettings:
     return KubernetesSettings(
         kubeconfig=told.kubeconfig,
         context=told.context,
@@ -47,6 +48,7 @@ def _kubernetes(told: config.KubernetesSettings) -> KubernetesSettings:
         runtime_class=told.runtime_class,
         run_as_user=told.run_as_user,
         network_policy=told.network_policy,
+        opening=None if sessions is None else Opening(*sessions),
         isolated=told.isolated,
         starts_at_once=told.starts_at_once,
         start_s=told.start_s,

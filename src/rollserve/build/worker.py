@@ -17,7 +17,9 @@ from rollserve.build.http import HttpServer, bind, url_of
 from rollserve.build.logs import configure_logs
 from rollserve.build.network import make_egress
 from rollserve.build.process import tune_process
-from rollserve.build.routes import session_routes
+from rollserve.build.session_address import read_session_addresses
+from rollserve.build.session_listener import session_listener
+from rollserve.build.session_sockets import session_sockets
 from rollserve.config import BackendsSettings, GatewaySettings, Settings
 from rollserve.executor.base import BackendReport, FromWorker
 from rollserve.executor.channel import Launch
@@ -59,6 +61,7 @@ def _pools(asked: BackendsSettings, tell: Tell) -> PoolFactory:
         silent_s=asked.silent_s,
         slow_start_s=asked.slow_start_s,
         concurrency=asked.concurrency,
+        read_cost=asked.read_cost,
         outlier_ratio=asked.outlier_ratio,
         routing=asked.routing,
     )
@@ -74,36 +77,46 @@ def _pools(asked: BackendsSettings, tell: Tell) -> PoolFactory:
 
 @asynccontextmanager
 async def open_workplace(settings: Settings, tell: Tell) -> AsyncIterator[Workplace]:
-    """``tell`` is handed what the backend pools see. Leaving closes gateway, code hosts, sandboxes."""
+    """``tell`` is handed what the backend pools see. Leaving closes gateway, code hosts, sandboxes. Raises
+    ``ConfigError``."""
+    addresses = read_session_addresses(settings)
     hosts = make_hosts(settings)
     catalogs = make_catalogs(settings, hosts)
     gateway = GatewayService(_pools(settings.backends, tell), images=image_bounds(settings.gateway))
     sock = bind(settings.workers.gateway_host, 0)
-    app = bounded(make_app(gateway, max_body_bytes=settings.api.max_body_mb << 20), most_calls(settings))
+    sessions = make_app(gateway, max_body_bytes=settings.api.max_body_mb << 20)
+    app = bounded(sessions, most_calls(settings))
     http = HttpServer(app, sock)
     gateway.base_url = url_of(sock)
     runtimes = with_spares(catalogs.runtimes, most=settings.workers.spare_sandboxes)
-    ports = WorkerPorts(
-        runtimes=runtimes,
-        default_runtime=catalogs.default_runtime,
-        gateway=gateway,
-        payloads=make_payloads(settings),
-        agents=catalogs.agents,
-        graders=catalogs.graders,
-        open_toolbox=catalogs.tools.open,
-        serve_session=session_routes(app),
-        open_network=make_egress(settings).serve,
-    )
-    try:
-        await hosts.start()
-        await http.start()
-        yield Workplace(ports=ports, gateway=gateway, catalogs=catalogs)
-    finally:
-        await gateway.close()
-        await http.stop()
-        await hosts.close()
-        for runtime in runtimes.values():
-            await runtime.close()
+    async with session_listener(addresses, bounded(sessions, most_calls(settings))) as address:
+        ports = WorkerPorts(
+            runtimes=runtimes,
+            default_runtime=catalogs.default_runtime,
+            gateway=gateway,
+            payloads=make_payloads(settings),
+            agents=catalogs.agents,
+            graders=catalogs.graders,
+            open_toolbox=catalogs.tools.open,
+            serve_session=session_sockets(app),
+            open_network=make_egress(settings).serve,
+            session_addresses={} if address is None else dict.fromkeys(those_that_dial(runtimes), address),
+        )
+        try:
+            await hosts.start()
+            await http.start()
+            yield Workplace(ports=ports, gateway=gateway, catalogs=catalogs)
+        finally:
+            await gateway.close()
+            await http.stop()
+            await hosts.close()
+            for runtime in runtimes.values():
+                await runtime.close()
+
+
+def those_that_dial(runtimes: Mapping[str, Runtime]) -> list[str]:
+    """Whose sandboxes reach their session at an address. Blocking, as the reports of runtimes are."""
+    return [name for name, runtime in runtimes.items() if "dial" in runtime.report().can]
 
 
 def with_spares(runtimes: Mapping[str, Runtime], *, most: int) -> dict[str, Runtime]:

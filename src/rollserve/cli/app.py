@@ -277,6 +277,10 @@ def regrade(
     option: Annotated[
         list[str] | None, typer.Option("--option", help="Of the grader, e.g. answer=42; repeatable.")
     ] = None,
+    route: Annotated[
+        list[str] | None,
+        typer.Option("--route", help="What the grader may ask, e.g. judge=policy; repeatable."),
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Show progress until it has ended.")] = True,
     url: Url = None,
     api_key: Key = None,
@@ -284,11 +288,13 @@ def regrade(
 ) -> None:
     """Grade a run's stored attempts once more; their own rewards stay. Exit code 1 if some can't be."""
     from rollserve.cli.replay import regrade as regrade_
+    from rollserve.cli.replay import routes_of
     from rollserve.cli.settings import flags
     from rollserve.records.task import GraderSpec
 
     spec = GraderSpec(name=grader, options=flags({}, option or [], flag="--option"))
-    run_async(regrade_(connection(url, api_key), run, spec, wait=wait, as_json=as_json))
+    routes = None if route is None else routes_of(flags({}, route, flag="--route"))
+    run_async(regrade_(connection(url, api_key), run, spec, routes, wait=wait, as_json=as_json))
 
 
 @app.command()

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rollserve.cli.output import err, out, print_json
 from rollserve.cli.proc import Usage, rss_mb, running, tree_usage
-from rollserve.cli.processes import Processes, Running, free_port
+from rollserve.cli.processes import Processes, Running
 from rollserve.client import Client, FinishedGroup, RunHandle
 from rollserve.records.policy import BackendKind, RendererSpec
 from rollserve.records.run import Quota, SamplingSettings
@@ -75,8 +75,8 @@ class Bench:
         self._plan = plan
         self._folder = folder
         self._processes = Processes(folder / "logs")
-        self._server_url = f"http://127.0.0.1:{free_port()}"
-        self._backend_url = f"http://127.0.0.1:{free_port()}"
+        self._server_url = f"http://127.0.0.1:{self._processes.port()}"
+        self._backend_url = f"http://127.0.0.1:{self._processes.port()}"
 
     async def run(self, progress: Progress) -> dict[str, Any]:
         try:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rollserve.cli.connect import connect
 from rollserve.cli.options import Where
 from rollserve.cli.output import counted, out, print_json, table
-from rollserve.records.callback import CallbackMessage, CallbackStatus, MessageState
+from rollserve.records.callback import CallbackMessage, CallbackMessageState, CallbackStatus
 
 SHOWN = 20
 """Messages that a person is shown of each state; ``--json`` has all."""
@@ -18,8 +18,8 @@ async def callback(where: Where, run_id: str, *, resend: bool, as_json: bool) ->
         handle = await client.run(run_id)
         resent = await handle.resend() if resend else None
         now = await handle.callback()
-        stuck = [each async for each in handle.messages(MessageState.DEAD)]
-        waiting = [each async for each in handle.messages(MessageState.PENDING)]
+        stuck = [each async for each in handle.messages(CallbackMessageState.DEAD)]
+        waiting = [each async for each in handle.messages(CallbackMessageState.PENDING)]
     if as_json:
         messages = [each.model_dump(mode="json") for each in (*stuck, *waiting)]
         print_json({**now.model_dump(mode="json"), "resent": resent, "open": messages})

@@ -18,10 +18,13 @@ from rollserve import config, installing
 from rollserve.agent.harness.base import is_installed
 from rollserve.agent.harness.table import HARNESSES
 from rollserve.build.catalogs import NO_SANDBOX, runtime_reports
+from rollserve.build.data_dir import check_data_dir
 from rollserve.build.probes import identify
+from rollserve.build.session_address import read_session_addresses
 from rollserve.cli.output import out, print_json
 from rollserve.errors import ConfigError, RollserveError
 from rollserve.sandbox.base import STANDARD_PATH, RuntimeReport
+from rollserve.sandbox.registry import ELSEWHERE
 
 OPEN_FILES_WANTED = 8192
 FREE_DISK_WANTED_GB = 2.0
@@ -55,6 +58,10 @@ def _disk(path: Path) -> Finding:
     place = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     free_gb = shutil.disk_usage(place).free / 1e9
     text = f"{free_gb:.1f} GB free for {path}"
+    try:
+        check_data_dir(path)
+    except ConfigError as error:
+        return Finding("disk", "problem", error.message, "set data_dir elsewhere")
     if free_gb < FREE_DISK_WANTED_GB:
         return Finding("disk", "problem", text, "free some space, or set data_dir elsewhere")
     return Finding("disk", "ok", text)
@@ -72,6 +79,23 @@ def _runtime(report: RuntimeReport, default: str) -> Finding:
         unsafe = "" if report.detail.startswith("UNSAFE") else "UNSAFE, claims no isolation: "
         return Finding(label, "note", f"{unsafe}{report.detail}{enforced}", "for trusted tasks only")
     return Finding(label, "ok", f"{report.detail or 'works'}{enforced}")
+
+
+def _session_address(settings: config.Settings) -> Finding:
+    """For agents inside sandboxes that are elsewhere."""
+    name, url = "session address", settings.session_address.url
+    try:
+        addresses = read_session_addresses(settings)
+    except ConfigError as error:
+        return Finding(name, "problem", str(error), error.hint or "see docs/operations.md")
+    named = {settings.workers.runtime, *settings.workers.runtimes}
+    if addresses is not None:
+        how = "TLS" if addresses.tls is not None else "plain HTTP"
+        return Finding(name, "ok", f"{url}; workers listen on {addresses.host} by {how}")
+    if named.isdisjoint(ELSEWHERE):
+        return Finding(name, "ok", "none, and no runtime here needs one")
+    remedy = "session_address.url, .certificate_file and .key_file (docs/sandboxes.md)"
+    return Finding(name, "note", "none: no agents inside sandboxes of `remote` and `kubernetes`", remedy)
 
 
 def _extras() -> list[Finding]:
@@ -141,6 +165,9 @@ async def doctor(path: Path | None, overrides: dict[str, Any], backends: list[st
     settings, finding = _settings(path, overrides)
     findings = [_python(), finding, _open_files(), _disk(settings.data_dir)]
     default = settings.workers.runtime
+    findings.append(_session_address(settings))
+    if findings[-1].level == "problem":
+        settings = settings.model_copy(update={"session_address": config.SessionAddressSettings()})
     findings += [_runtime(report, default) for report in runtime_reports(settings)]
     findings += _extras()
     findings.append(_harnesses(settings.harness_folder))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -12,11 +11,12 @@ from typing import Any
 import typer
 from pydantic import ValidationError
 
+from rollserve import stopping
 from rollserve.cli.output import fail
 from rollserve.errors import ConfigError, NotFound, RollserveError, Unauthenticated, Unavailable
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C or SIGTERM."""
+"""Exit code after Ctrl-C, SIGTERM or SIGHUP."""
 
 _LISTS = {
     "run_id": "`rollserve run list` lists runs",
@@ -34,6 +34,7 @@ _SHOWN_CHARS = 60
 _SETTINGS = {
     "config": "--config FILE or ROLLSERVE_CONFIG names it; docs/operations.md lists what it may hold",
     "code_dir": "--code-dir DIR, ROLLSERVE_CODE_DIR or `code_dir` in the settings file names it",
+    "data_dir": "--data-dir DIR, ROLLSERVE_DATA_DIR or `data_dir` in the settings file names another",
 }
 
 
@@ -64,7 +65,8 @@ def _joined(own: str | None, more: str) -> str:
 
 
 def run_async(work: Coroutine[Any, Any, int | None]) -> None:
-    """Ctrl-C and SIGTERM cancel ``work``, which then cleans up. A code that is not 0 is the exit code."""
+    """Ctrl-C and what ``stopping`` names cancel ``work``, which then cleans up. A code that is not 0 is the
+    exit code."""
     with asyncio.Runner() as runner:
         try:
             code = runner.run(_stoppable(work))
@@ -77,18 +79,21 @@ def run_async(work: Coroutine[Any, Any, int | None]) -> None:
 async def _stoppable(work: Coroutine[Any, Any, int | None]) -> int | None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    numbers = stopping.asked_by()
+    for number in numbers:
+        loop.add_signal_handler(number, task.cancel)
     try:
         return await work
     finally:
-        loop.remove_signal_handler(signal.SIGTERM)
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
 def run_app(app: Callable[[], None]) -> None:
     """Errors of ours, and values that no record takes, are one line, a hint and exit code 1; anything else is
     a traceback."""
     logging.getLogger("rollserve.client").addHandler(logging.NullHandler())  # errors are told here, once
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a command started ends with it
+    stopping.end_as_interrupted()  # what a command started ends with it
     try:
         app()
     except RollserveError as error:

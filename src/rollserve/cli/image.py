@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rollserve import config
+from rollserve.build.data_dir import check_data_dir
 from rollserve.build.images import image_runtime
 from rollserve.cli.output import counted, err, local_time, out, print_json, table
 from rollserve.cli.settings import flags
@@ -27,7 +28,10 @@ T = TypeVar("T")
 
 
 def load(path: Path | None, data_dir: Path | None) -> config.Settings:
-    return config.load(config=path, overrides=flags({"data_dir": data_dir}, []))
+    """Raises ``ConfigError``, also for a data folder that can't be used."""
+    settings = config.load(config=path, overrides=flags({"data_dir": data_dir}, []))
+    check_data_dir(settings.data_dir)
+    return settings
 
 
 def plan(folder: Path, file: Path | None, arguments: Sequence[str], *, network: bool) -> BuildPlan:

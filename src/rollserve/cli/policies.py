@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rollserve.addresses import root_of
 from rollserve.cli.connect import connect, look
 from rollserve.cli.obstacles import of_backends, policy_state
 from rollserve.cli.options import Where
@@ -11,7 +12,6 @@ from rollserve.cli.output import err, out, print_json, table
 from rollserve.client import Client
 from rollserve.errors import InvalidInput, NotFound, listed, nearest
 from rollserve.records.policy import Backend, BackendState, Policy
-from rollserve.rollouts.addresses import root_of
 from rollserve.wire import CreatePolicy, RegisterBackend
 
 

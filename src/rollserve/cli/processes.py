@@ -1,12 +1,15 @@
-"""Processes a command starts beside itself: output in a log each, waited for, stopped for sure."""
+"""Processes a command starts beside itself: output in a log each, waited for, stopped for sure: by the
+command, and by a keeper where the command was killed."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,14 +18,11 @@ from pathlib import Path
 
 import aiohttp
 
+from rollserve.cli import keeper
 from rollserve.errors import InfrastructureFailure
 
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+_KEPT_FOR_S = keeper.GRACE_S + 10.0
+"""How long the keeper may take for what is left after a stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,28 @@ class Running:
 
 
 class Processes:
-    """Owns what it started; ``stop`` leaves none behind."""
+    """Owns what it started and the ports it gave out; ``stop`` leaves none behind, nor does the death of
+    this process: what was started, and all that descends from it, is then ended by ``cli.keeper``."""
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._running: list[Running] = []
+        self._held: list[socket.socket] = []
+        self._mark = secrets.token_hex(16)
+        self._keeper: subprocess.Popen[bytes] | None = None
+
+    def port(self) -> int:
+        """A TCP port of the loopback interface for one of them. Until ``stop`` the system gives it to nobody
+        who asks for any port; a server that asks for this one gets it, and gets it again."""
+        held = socket.socket()
+        self._held.append(held)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # bound here, it is listened on elsewhere
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
 
     def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> Running:
+        self._keep()
         log = self._log_dir / f"{name}.log"
         with log.open("wb") as sink:
             process = subprocess.Popen(
@@ -52,12 +66,22 @@ class Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
+                env={**os.environ, **(env or {}), keeper.OWNER: self._mark},
                 start_new_session=True,
             )
         running = Running(name, process, log)
         self._running.append(running)
         return running
+
+    def _keep(self) -> None:
+        """Before the first of them starts: none is ever without a keeper."""
+        if self._keeper is None:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-I", "-S", keeper.__file__, self._mark],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     def forget(self, running: Running) -> None:
         """It has ended, and that is as it should be."""
@@ -89,7 +113,8 @@ class Processes:
         )
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """Newest first: SIGTERM to each process group, SIGKILL after the grace."""
+        """Newest first: SIGTERM to each process group, SIGKILL after the grace. The keeper ends what they
+        have left."""
         for running in reversed(self._running):
             with suppress(ProcessLookupError):
                 os.killpg(running.process.pid, signal.SIGTERM)
@@ -102,3 +127,18 @@ class Processes:
                     os.killpg(running.process.pid, signal.SIGKILL)
                 running.process.wait()
         self._running.clear()
+        self._dismiss()
+        while self._held:
+            self._held.pop().close()
+
+    def _dismiss(self) -> None:
+        kept, self._keeper = self._keeper, None
+        if kept is None:
+            return
+        assert kept.stdin is not None
+        kept.stdin.close()
+        try:
+            kept.wait(_KEPT_FOR_S)
+        except subprocess.TimeoutExpired:
+            kept.kill()
+            kept.wait()

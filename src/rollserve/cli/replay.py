@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from rich.progress import Progress
 
 from rollserve.cli.connect import PATIENCE_S
@@ -17,7 +17,7 @@ from rollserve.cli.output import counted, err, out, print_json, table
 from rollserve.client import Client, ExportedGroup
 from rollserve.errors import InvalidInput
 from rollserve.records.export import ExportSettings
-from rollserve.records.regrade import GradingState
+from rollserve.records.regrade import JudgeRoute, JudgeRoutes, RegradingState
 from rollserve.records.sample import Sample
 from rollserve.records.task import GraderSpec
 
@@ -35,14 +35,34 @@ def settings_of(given: dict[str, Any]) -> ExportSettings:
     try:
         return ExportSettings.model_validate(given)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidInput(first["msg"], field=".".join(str(part) for part in first["loc"])) from error
+        raise _first(error) from error
 
 
-async def regrade(where: Where, run_id: str, grader: GraderSpec, *, wait: bool, as_json: bool) -> int:
+def routes_of(given: dict[str, Any]) -> dict[str, JudgeRoute]:
+    """Raises ``InvalidInput`` for the first that is none."""
+    try:
+        return TypeAdapter(JudgeRoutes).validate_python(given)
+    except ValidationError as error:
+        raise _first(error, "routes") from error
+
+
+def _first(error: ValidationError, *before: str) -> InvalidInput:
+    first = error.errors()[0]
+    return InvalidInput(first["msg"], field=".".join(str(part) for part in (*before, *first["loc"])))
+
+
+async def regrade(
+    where: Where,
+    run_id: str,
+    grader: GraderSpec,
+    routes: dict[str, JudgeRoute] | None,
+    *,
+    wait: bool,
+    as_json: bool,
+) -> int:
     """Exit code 1 where a grading failed or was impossible."""
     async with Client(*where, patience_s=PATIENCE_S) as client:
-        begun = await (await client.run(run_id)).regrade(grader)
+        begun = await (await client.run(run_id)).regrade(grader, routes=routes)
         counts = (await client.regrade(begun.id)).counts
         if not wait:
             if as_json:
@@ -52,7 +72,7 @@ async def regrade(where: Where, run_id: str, grader: GraderSpec, *, wait: bool, 
             return 0
         counts = await _watched(client, begun.id)
         found = [each async for each in client.gradings(begun.id)]
-    bad = [each for each in found if each.state is not GradingState.GRADED]
+    bad = [each for each in found if each.state is not RegradingState.GRADED]
     if as_json:
         gradings = [each.model_dump(mode="json") for each in found]
         print_json({"regrade": begun.model_dump(mode="json"), "counts": counts, "gradings": gradings})
@@ -78,7 +98,7 @@ async def _watched(client: Client, regrade_id: str) -> dict[str, int]:
         bar = progress.add_task("grading", total=None)
         while True:
             counts = (await client.regrade(regrade_id)).counts
-            left = sum(counts[state.value] for state in GradingState if not state.final)
+            left = sum(counts[state.value] for state in RegradingState if not state.final)
             total = sum(counts.values())
             progress.update(bar, total=total, completed=total - left)
             if not left:

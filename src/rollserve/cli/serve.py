@@ -1,4 +1,4 @@
-"""``rollserve serve``: the server in the foreground, until SIGINT or SIGTERM."""
+"""``rollserve serve``: the server in the foreground, until SIGINT, SIGTERM or SIGHUP."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from rollserve.addresses import checked_root
 from rollserve.build.probes import check_tokenizer, probe
 from rollserve.build.worker import Workplace, open_workplace, stage_slots
 from rollserve.cli.connect import connect
@@ -38,7 +39,7 @@ from rollserve.rollouts.policies import backend_json
 from rollserve.rollouts.stages import StagePools
 from rollserve.rollouts.worker_ports import Keeper
 from rollserve.sandbox.base import Sandbox
-from rollserve.store.base import EndState, SealedPayload, Segment
+from rollserve.store.payload import EndState, SealedPayload, Segment
 
 KEEP_S = 24 * 3600.0
 PROMPT = "sandbox> "
@@ -83,7 +84,7 @@ async def _check_readable(spec: PolicySpec) -> None:
 async def _from_backend(target: Target, url: str) -> tuple[Policy, list[Backend]]:
     if target.kind not in list(BackendKind):
         raise UnknownName("kind", target.kind, list(BackendKind), field="kind", list_all=True)
-    spec = BackendSpec(url=url, kind=BackendKind(target.kind))
+    spec = BackendSpec(url=checked_root(url), kind=BackendKind(target.kind))
     if not target.model or (not target.tokenizer and spec.kind.interface != "text"):
         raise InvalidInput("--backend needs --model and --tokenizer too")
     renderer = RendererSpec(name=target.renderer, options=target.renderer_options)

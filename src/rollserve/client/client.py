@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +20,7 @@ from rollserve.errors import QueueFull, Unavailable
 from rollserve.records.drift import RolloutDrift
 from rollserve.records.event import Event
 from rollserve.records.policy import Backend, Policy
-from rollserve.records.regrade import Grading
+from rollserve.records.regrade import Regrading
 from rollserve.records.rollout import Attempt, Rollout
 from rollserve.records.run import Run, RunState
 from rollserve.records.sample import Sample
@@ -214,10 +214,10 @@ class Client:
             await self._transport.request("GET", f"/v1/regrades/{part(regrade_id)}")
         )
 
-    async def gradings(self, regrade_id: str, *, state: str | None = None) -> AsyncIterator[Grading]:
+    async def gradings(self, regrade_id: str, *, state: str | None = None) -> AsyncIterator[Regrading]:
         """All pages."""
         async for item in pages(self._transport, f"/v1/regrades/{part(regrade_id)}/gradings", state=state):
-            yield Grading.model_validate(item)
+            yield Regrading.model_validate(item)
 
     async def cancel_regrade(self, regrade_id: str) -> int:
         """How many gradings will not be made."""
@@ -243,7 +243,7 @@ class Client:
     async def status(self) -> ServerStatus:
         return ServerStatus.model_validate_json(await self._transport.request("GET", "/v1/status"))
 
-    async def events(self, *, after: int = 0, run_id: str | None = None) -> AsyncIterator[Event]:
+    async def events(self, *, after: int = 0, run_id: str | None = None) -> AsyncGenerator[Event, None]:
         """Events from the cursor ``after`` on, for ever; a broken connection is taken up where it
         was. Raises what the server refuses them with."""
         delay_s = 0.2

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 
 from rollserve.client.delivery import ExportedGroup, FinishedGroup, GroupStream, export
 from rollserve.client.http import Transport, part
 from rollserve.client.listing import pages
-from rollserve.records.callback import CallbackMessage, CallbackStatus, MessageState
+from rollserve.records.callback import CallbackMessage, CallbackMessageState, CallbackStatus
 from rollserve.records.control import GroupRule
 from rollserve.records.delivery import Checkpoint
 from rollserve.records.evaluation import Comparison, Evaluation, TaskDifference, TaskResult
 from rollserve.records.export import ExportSettings
-from rollserve.records.regrade import Regrade
+from rollserve.records.regrade import JudgeRoute, Regrade
 from rollserve.records.run import Run
 from rollserve.records.task import GraderSpec, Task
-from rollserve.wire import GroupBody, GroupSummary, Resent, Rewound, RunClosed, RunStatus, Submitted
+from rollserve.wire import (
+    BeginRegrade,
+    GroupBody,
+    GroupSummary,
+    Resent,
+    Rewound,
+    RunClosed,
+    RunStatus,
+    Submitted,
+)
 
 
 def _evaluated(k: Sequence[int], threshold: float) -> dict[str, str]:
@@ -108,9 +117,17 @@ class RunHandle:
         name = next((name for name in reversed(names) if name in committed), None)
         return await self.rewind(name, trainer=trainer)
 
-    async def regrade(self, grader: GraderSpec, *, key: str | None = None) -> Regrade:
-        """Begin to grade the run's stored attempts once more. What they were graded before stays."""
-        body = {"grader": grader.model_dump(mode="json")}
+    async def regrade(
+        self,
+        grader: GraderSpec,
+        *,
+        routes: Mapping[str, JudgeRoute | str] | None = None,
+        key: str | None = None,
+    ) -> Regrade:
+        """Begin to grade the run's stored attempts once more. What they were graded before stays. The grader
+        may ask ``routes``; None: those that the run has for graders."""
+        asked = BeginRegrade.model_validate({"grader": grader, "routes": routes})
+        body = asked.model_dump(mode="json")
         headers = {"Idempotency-Key": key or secrets.token_hex(16)}
         path = f"/v1/runs/{part(self.id)}/regrades"
         raw = await self._transport.request("POST", path, body, headers=headers)
@@ -167,7 +184,7 @@ class RunHandle:
         raw = await self._transport.request("GET", f"/v1/runs/{part(self.id)}/callback")
         return CallbackStatus.model_validate_json(raw)
 
-    async def messages(self, state: MessageState | None = None) -> AsyncIterator[CallbackMessage]:
+    async def messages(self, state: CallbackMessageState | None = None) -> AsyncIterator[CallbackMessage]:
         """What its callback was sent or is to be sent; all pages."""
         path = f"/v1/runs/{part(self.id)}/callback/messages"
         async for item in pages(self._transport, path, state=state):

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import sys
 import time
 from contextlib import suppress
@@ -18,8 +17,9 @@ from typing import Any
 
 from rich.console import Console
 
-from rollserve import installing
+from rollserve import installing, stopping
 from rollserve.build.catalogs import runtime_reports
+from rollserve.build.data_dir import check_data_dir
 from rollserve.cli.processes import Processes, Running
 from rollserve.client import Client
 from rollserve.config import Settings
@@ -47,6 +47,7 @@ class Options:
     json: bool
     dynamic_sampling: bool
     mix: bool
+    train_all: bool
     model: Path | None
     milestone: float | None
 
@@ -95,6 +96,11 @@ def parse(arguments: list[str] | None = None) -> Options:
         "--mix",
         action="store_true",
         help="train on tasks of which three in four are always solved or never (ends after --steps)",
+    )
+    parser.add_argument(
+        "--train-all",
+        action="store_true",
+        help="compute gradients of groups that teach nothing too, as trainers do that do not look",
     )
     parser.add_argument(
         "--model", type=Path, help="start from this policy, as `rollserve.trainers.tiny` makes it"
@@ -271,10 +277,9 @@ class Demo:
             *("--progress", str(progress), "--seed", str(self._options.seed)),
             *("--steps", str(self._options.steps), "--runtime", self._options.runtime),
         ]
-        if self._options.dynamic_sampling:
-            command.append("--dynamic-sampling")
-        if self._options.mix:
-            command.append("--mix")
+        for flag in ("dynamic_sampling", "mix", "train_all"):
+            if getattr(self._options, flag):
+                command.append(f"--{flag.replace('_', '-')}")
         if self._options.milestone is not None:
             command += ["--milestone", str(self._options.milestone)]
         env = {"OMP_NUM_THREADS": "1"}
@@ -343,9 +348,10 @@ def main() -> int:
     options = parse()
     console = Console(stderr=options.json, highlight=False)
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    options.output.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stopping.end_as_interrupted()
     try:
+        check_data_dir(options.output, "--output")
+        options.output.mkdir(parents=True, exist_ok=True)
         check_extras()
         options = check_runtime(options, console)
         data = asyncio.run(Demo(options, console).run())

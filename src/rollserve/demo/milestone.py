@@ -10,13 +10,19 @@ from typing import Any
 @dataclass(frozen=True, kw_only=True)
 class Milestone:
     """The policy after a step. From the start of the training until then: ``busy_s`` the trainer made
-    gradient steps and pushed weights, ``cpu_s`` its process worked, ``seconds`` passed."""
+    gradient steps and pushed weights, ``gradient_cpu_s`` the steps worked, ``cpu_s`` its whole process,
+    ``seconds`` passed; ``rollouts`` had ended
+    and had sampled ``tokens``, those that were left out or stopped too; ``trained`` groups had a gradient."""
 
     version: int
     step: int
     busy_s: float
+    gradient_cpu_s: float
     cpu_s: float
     seconds: float
+    rollouts: int
+    tokens: int
+    trained: int
     weights: Mapping[str, Any]
 
     def facts(self) -> dict[str, float]:
@@ -24,8 +30,12 @@ class Milestone:
             "version": self.version,
             "step": self.step,
             "busy_s": round(self.busy_s, 2),
+            "gradient_cpu_s": round(self.gradient_cpu_s, 2),
             "cpu_s": round(self.cpu_s, 2),
             "seconds": round(self.seconds, 2),
+            "rollouts": self.rollouts,
+            "tokens": self.tokens,
+            "trained": self.trained,
         }
 
 

@@ -52,7 +52,8 @@ class Submitted:
 
 class Drawn:
     """Dynamic sampling (DAPO, arXiv:2503.14476) in the server: groups whose rewards are all alike teach
-    nothing, are left out and replaced at once; when a version has its groups, what still runs is stopped."""
+    nothing, are left out and replaced at once. ``groups`` more than are missing are in flight, since some
+    will be left out; when a version has its groups, what still runs is stopped."""
 
     def __init__(self, make: Callable[[], Task], *, groups: int, rollouts: int, seed: int) -> None:
         self._source = TaskSource(
@@ -61,6 +62,7 @@ class Drawn:
             epochs=None,
             shuffle_seed=seed,
             target_groups=groups,
+            extra_groups=groups,
             in_flight=4 * groups,
         )
         self._rollouts = rollouts

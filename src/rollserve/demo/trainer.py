@@ -28,9 +28,9 @@ from rollserve.records.policy import BackendKind, RendererSpec
 from rollserve.records.run import SamplingSettings
 from rollserve.records.task import AgentSpec, GraderSpec, Limits, Task
 from rollserve.records.update import UpdateMode
-from rollserve.trainers.grpo import GRPOConfig, GRPOTrainer
+from rollserve.trainers.grpo import GRPOConfig, GRPOTrainer, StepStats
 from rollserve.trainers.tiny.model import save_model
-from rollserve.trainers.tiny.task import make_task
+from rollserve.trainers.tiny.task import LookupTask, Mix, make_task
 from rollserve.trainers.weights import LocalWeights, VllmWeights, WeightSync
 from rollserve.wire import CreatePolicy, OpenRun, RegisterBackend
 
@@ -38,8 +38,9 @@ from rollserve.wire import CreatePolicy, OpenRun, RegisterBackend
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What to train. ``off_policy_groups`` is how many groups are in flight beyond one step's, where the
-    trainer submits them (without ``dynamic_sampling``). ``milestone``: a success rate; say at the end what it
-    took to reach it."""
+    trainer submits them (without ``dynamic_sampling``). ``mix``: train on tasks of mixed difficulty; success
+    is still measured on those that can be learnt. ``train_all``: on groups that teach nothing too.
+    ``milestone``: a success rate; say at the end what it took to reach it."""
 
     server: str
     backend: str
@@ -56,6 +57,8 @@ class Plan:
     stop_at: float = 0.95
     runtime: str | None = None
     dynamic_sampling: bool = False
+    mix: bool = False
+    train_all: bool = False
     milestone: float | None = None
 
     @property
@@ -76,9 +79,8 @@ class Progress:
         self._file.close()
 
 
-def demo_task(rng: random.Random, runtime: str | None) -> Task:
-    """The look-up task: the answer is only to be found in the sandbox, two files away."""
-    made = make_task(rng)
+def demo_task(made: LookupTask, runtime: str | None) -> Task:
+    """As the service takes it: the answer is only to be found in the sandbox."""
     return Task(
         instruction=made["instruction"],
         files=made["files"],
@@ -94,8 +96,10 @@ def demo_task(rng: random.Random, runtime: str | None) -> Task:
 class Totals:
     rollouts: int = 0
     tokens: int = 0
+    trained: int = 0
     waited_s: float = 0.0
     busy_s: float = 0.0
+    gradient_cpu_s: float = 0.0
     started: float = 0.0
     started_cpu_s: float = 0.0
     rewards: list[float] = field(default_factory=list)
@@ -117,7 +121,7 @@ class Training:
             lambda ids, attention: self._model(input_ids=ids, attention_mask=attention).logits,
             parameters,
             torch.optim.Adam(parameters, lr=plan.learning_rate),
-            GRPOConfig(),
+            GRPOConfig(train_alike=plan.train_all),
         )
         weights = plan.output / "weights"
         self._sync: WeightSync = (
@@ -133,7 +137,8 @@ class Training:
         plan = self._plan
 
         def make() -> Task:
-            return demo_task(self._rng, plan.runtime)
+            made = Mix().draw(self._rng) if plan.mix else make_task(self._rng)
+            return demo_task(made, plan.runtime)
 
         if plan.dynamic_sampling:
             return Drawn(make, groups=plan.groups_per_step, rollouts=plan.rollouts, seed=plan.seed)
@@ -163,7 +168,8 @@ class Training:
     def _leave(self) -> None:
         """What it has become, as the local server takes it, and a task to try it on."""
         save_model(self._model, self._plan.output / TRAINED)
-        task = demo_task(random.Random(f"try-{self._plan.seed}"), self._plan.runtime)
+        made = make_task(random.Random(f"try-{self._plan.seed}"))
+        task = demo_task(made, self._plan.runtime)
         (self._plan.output / TASK).write_text(task.model_dump_json(indent=2, exclude_defaults=True) + "\n")
 
     async def _look_back(self, rate: float) -> None:
@@ -187,7 +193,8 @@ class Training:
     async def _evaluate(self, when: str) -> float:
         """Success rate on fresh tasks, one rollout each, under the policy as it is now."""
         run = await self._open(f"eval-{when.replace(' ', '-')}")
-        tasks = [demo_task(self._eval_rng, self._plan.runtime) for _ in range(self._plan.eval_tasks)]
+        made = [make_task(self._eval_rng) for _ in range(self._plan.eval_tasks)]
+        tasks = [demo_task(each, self._plan.runtime) for each in made]
         await run.submit(tasks, num_rollouts=1)
         rewards: list[float] = []
         ended = 0
@@ -213,7 +220,9 @@ class Training:
         async with aclosing(run.groups(prefetch=self._plan.groups_per_step)) as groups:
             for step in range(1, self._plan.steps + 1):
                 batch = await self._collect(groups)
-                if await self._step(step, batch, await self._supply.took(run, batch)):
+                reached = await self._step(step, batch, await self._supply.took(run, batch))
+                await self._remember(run, step)
+                if reached:
                     break
         await run.close()
         self._progress.write(
@@ -255,13 +264,13 @@ class Training:
     async def _step(self, step: int, batch: list[FinishedGroup], reward: float) -> bool:
         """One gradient step, then new weights to the backend; True when the target is reached."""
         began = time.time()
-        stats = await asyncio.to_thread(self._trainer.step, batch)
+        stats = await asyncio.to_thread(self._gradient_step, batch)
         stepped = time.time()
         pushed_s = 0.0
         if stats is not None:
             pushed_s = await self._push(self._trainer.version)
         self._totals.busy_s += time.time() - began
-        self._remember(step)
+        self._totals.trained += 0 if stats is None else stats.groups - stats.groups_skipped
         self._totals.rewards.append(reward)
         self._totals.rollouts += sum(len(group.rollouts) for group in batch)
         self._totals.tokens += sum(int(s.loss_mask.sum()) for group in batch for s in group.samples)
@@ -282,18 +291,30 @@ class Training:
         recent = self._totals.rewards[-5:]
         return len(recent) == 5 and sum(recent) / 5 >= self._plan.stop_at
 
-    def _remember(self, step: int) -> None:
+    def _gradient_step(self, batch: list[FinishedGroup]) -> StepStats | None:
+        began = time.thread_time()
+        stats = self._trainer.step(batch)
+        self._totals.gradient_cpu_s += time.thread_time() - began
+        return stats
+
+    async def _remember(self, run: RunHandle, step: int) -> None:
         """What it has come to, for ``_look_back``."""
         if self._plan.milestone is None:
             return
+        seconds, cpu_s = time.time() - self._totals.started, time.process_time() - self._totals.started_cpu_s
+        sampled = (await run.status()).bins.get("tokens", {}).values()
         weights = {name: value.detach().clone() for name, value in self._model.state_dict().items()}
         self._marks.append(
             Milestone(
                 version=self._trainer.version,
                 step=step,
                 busy_s=self._totals.busy_s,
-                cpu_s=time.process_time() - self._totals.started_cpu_s,
-                seconds=time.time() - self._totals.started,
+                gradient_cpu_s=self._totals.gradient_cpu_s,
+                cpu_s=cpu_s,
+                seconds=seconds,
+                rollouts=sum(each.count for each in sampled),
+                tokens=sum(each.tokens for each in sampled),
+                trained=self._totals.trained,
                 weights=weights,
             )
         )
@@ -310,6 +331,8 @@ def parse(arguments: list[str] | None = None) -> Plan:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--runtime", default=None)
     parser.add_argument("--dynamic-sampling", action="store_true")
+    parser.add_argument("--mix", action="store_true")
+    parser.add_argument("--train-all", action="store_true")
     parser.add_argument("--milestone", type=float, default=None)
     return Plan(**vars(parser.parse_args(arguments)))
 

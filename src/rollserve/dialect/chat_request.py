@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,7 +18,13 @@ from rollserve.records.image import Image
 _READ = frozenset(
     {"messages", "model", "tools", "stream", "stream_options", "logprobs", "n", "stop", "response_format"}
 )
-_ROLES = frozenset({"system", "user", "assistant", "tool"})
+_ROLES: Mapping[str, Literal["system", "user", "assistant", "tool"]] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 _SEEING = frozenset({"user", "tool"})
 """Roles whose messages may hold images."""
 _UNSUPPORTED = ("audio", "functions", "function_call", "return_token_ids", "prompt_logprobs", "top_logprobs")
@@ -154,8 +160,8 @@ def _schema(given: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _message(message: _Message, at: str, pictures: Pictures) -> Message:
-    role = "system" if message.role == "developer" else message.role
-    if role not in _ROLES:
+    role = _ROLES.get(message.role)
+    if role is None:
         raise InvalidInput(f"unknown role {message.role!r}", field=f"{at}.role")
     if message.tool_calls and role != "assistant":
         raise InvalidInput("only an assistant message has tool calls", field=f"{at}.tool_calls")
@@ -164,7 +170,7 @@ def _message(message: _Message, at: str, pictures: Pictures) -> Message:
             raise InvalidInput(f"{name!r} is not supported", field=f"{at}.{name}")
     text, images = _content(message.content, at, pictures if role in _SEEING else None)
     return Message(
-        role=role,  # type: ignore[arg-type]  # one of _ROLES
+        role=role,
         content=text or message.refusal or "",
         reasoning=message.reasoning_content or message.reasoning or None,
         tool_calls=tuple(

@@ -56,11 +56,17 @@ class Pictures:
             read = base64.b64decode((data or "").translate(_URLSAFE), validate=True)
         except (binascii.Error, ValueError) as error:
             raise InvalidInput("this is not base64", field=at) from error
-        if not read:
+        return self.of_bytes(read, kind, place, at, detail=detail)
+
+    def of_bytes(
+        self, data: bytes, media_type: str | None, place: str, at: str, *, detail: str | None = None
+    ) -> Image:
+        kind = _checked(media_type, at)
+        if not data:
             raise InvalidInput("an image must hold something", field=at)
-        digest = digest_of(read)
-        self.found.setdefault(digest, Picture(place=place, data=read))
-        return Image(digest=digest, media_type=kind, size_bytes=len(read), detail=_detail(detail))
+        digest = digest_of(data)
+        self.found.setdefault(digest, Picture(place=place, data=data))
+        return Image(digest=digest, media_type=kind, size_bytes=len(data), detail=_detail(detail))
 
     def _address(self, url: str, place: str, at: str, detail: str | None) -> Image:
         if len(url) > _MOST_URL_CHARS:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rollserve.records.policy import Backend, Policy
-from rollserve.records.regrade import Graded
+from rollserve.records.regrade import Graded, try_name
 from rollserve.records.rollout import Attempt
 from rollserve.records.run import RunSpec
 from rollserve.records.task import Task
@@ -65,14 +65,20 @@ class AckAttempt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     accepted: bool
 
 
-class StartGrading(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Grade a stored attempt by the grader in ``task_json``. ``tries`` tells one try from another."""
+class StartRegrading(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Grade a stored attempt by the grader in ``task_json``, which may ask the routes in ``run_json``.
+    ``tries`` tells one try from another."""
 
     regrade_id: str
+    run_id: str
     rollout_id: str
     tries: int
+    run_json: bytes
     task_json: bytes
     attempt_json: bytes
+
+    def run(self) -> RunSpec:
+        return RunSpec.model_validate_json(self.run_json)
 
     def task(self) -> Task:
         return Task.model_validate_json(self.task_json)
@@ -82,8 +88,8 @@ class StartGrading(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def owner(self) -> str:
-        """Whose sandboxes of this try are."""
-        return f"{self.regrade_id}-{self.rollout_id}-{self.tries}"
+        """Whose sandboxes and calls of this try are."""
+        return try_name(self.regrade_id, self.rollout_id, self.tries)
 
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -92,7 +98,7 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     grace_s: float = 5.0
 
 
-ToWorker = PolicyView | StartAttempt | CancelAttempt | AckAttempt | StartGrading | Shutdown
+ToWorker = PolicyView | StartAttempt | CancelAttempt | AckAttempt | StartRegrading | Shutdown
 
 
 class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -122,7 +128,7 @@ class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return Attempt.model_validate_json(self.attempt_json)
 
 
-class GradingEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RegradingEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """``graded_json`` is a ``records.regrade.Graded``."""
 
     regrade_id: str
@@ -154,7 +160,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     backends: dict[str, dict[str, Any]] = {}
 
 
-FromWorker = WorkerHello | StageChanged | AttemptEnded | GradingEnded | BackendReport | WorkerStats
+FromWorker = WorkerHello | StageChanged | AttemptEnded | RegradingEnded | BackendReport | WorkerStats
 
 
 class WorkerLost(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,8 +19,9 @@ from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
+from rollserve import stopping
 from rollserve.errors import InfrastructureFailure
-from rollserve.executor.base import AttemptEnded, BackendReport, FromWorker, GradingEnded, ToWorker
+from rollserve.executor.base import AttemptEnded, BackendReport, FromWorker, RegradingEnded, ToWorker
 from rollserve.executor.channel import MAX_UNSENT_BYTES, Channel, Join, Launch, decode, to_worker_decoder
 
 _PR_SET_PDEATHSIG = 1
@@ -76,7 +77,7 @@ def _end_with(server_pid: int, exit_within_s: float) -> None:
 
 
 async def serve(launch: Launch, worker: WorkerSide) -> None:
-    """Join the server and serve until it asks for an end, is gone, or a SIGTERM or SIGINT comes.
+    """Join the server and serve until it asks for an end, is gone, or a signal asks for it.
     Returns when the worker's attempts have ended or been cleaned up. Raises ``InfrastructureFailure``
     when the server can't be joined, ``TimeoutError`` when the cleaning up takes too long."""
     async with _joined(launch) as channel, _signalled() as signalled:
@@ -119,7 +120,7 @@ async def _joined(launch: Launch) -> AsyncIterator[Channel]:
 
 @asynccontextmanager
 async def _signalled() -> AsyncIterator[asyncio.Future[None]]:
-    """A future that a SIGTERM or SIGINT resolves."""
+    """A future that a SIGINT, SIGTERM or SIGHUP resolves."""
     loop = asyncio.get_running_loop()
     came: asyncio.Future[None] = loop.create_future()
 
@@ -127,12 +128,13 @@ async def _signalled() -> AsyncIterator[asyncio.Future[None]]:
         if not came.done():
             came.set_result(None)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    numbers = [signal.SIGINT, *stopping.asked_by()]
+    for number in numbers:
         loop.add_signal_handler(number, note)
     try:
         yield came
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 
@@ -141,7 +143,7 @@ def _sender(channel: Channel) -> Callable[[FromWorker], bool]:
     told once (a backend that failed or came back)."""
 
     def send(message: FromWorker) -> bool:
-        told_once = isinstance(message, (AttemptEnded, BackendReport, GradingEnded))
+        told_once = isinstance(message, (AttemptEnded, BackendReport, RegradingEnded))
         if channel.unsent_bytes > MAX_UNSENT_BYTES // 4 and not told_once:
             return False
         return channel.write(message)

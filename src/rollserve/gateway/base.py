@@ -14,7 +14,7 @@ from rollserve.executor.base import PolicyView
 from rollserve.records.call import Message
 from rollserve.records.run import RunSpec, RunStage
 from rollserve.records.task import Limits
-from rollserve.store.base import Segment
+from rollserve.store.payload import Segment
 
 
 class ActiveClock(Protocol):

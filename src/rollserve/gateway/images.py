@@ -14,7 +14,8 @@ from rollserve.errors import InvalidInput
 from rollserve.gateway.policies import PolicyState
 from rollserve.records.call import ChatRequest, Message
 from rollserve.records.image import Image, Picture, PlacedImage
-from rollserve.store.base import Segment
+from rollserve.records.policy import PolicySpec
+from rollserve.store.payload import Segment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +33,16 @@ def refuse_images(request: ChatRequest, policy: PolicyState) -> None:
     images = () if policy.sees else images_of(request.messages)
     if not images:
         return
-    name, interface = policy.policy.spec.name, policy.policy.spec.interface
-    why = "is sent token ids" if interface == "tokens" else "has a backend that does not accept them"
-    raise InvalidInput(
-        f"policy {name!r} takes no images: it {why}",
-        field=_place(request, images[0]),
+    raise takes_none(policy.policy.spec, _place(request, images[0]))
+
+
+def takes_none(policy: PolicySpec, field: str) -> InvalidInput:
+    """Of a policy that takes no images: why, and what does."""
+    tokens = policy.interface == "tokens"
+    why = "is sent token ids" if tokens else "has a backend that does not accept them"
+    return InvalidInput(
+        f"policy {policy.name!r} takes no images: it {why}",
+        field=field,
         hint="a policy of interface 'chat' or 'text' does, whose backends accept 'image'",
     )
 
@@ -71,14 +77,44 @@ class SessionImages:
             raise InvalidInput(message, field=_place(request, images[self.bounds.request_images]))
         size = self.written_bytes
         for key, picture in request.pictures.items():
-            length = len(picture.data or b"")
-            if length > self.bounds.image_bytes:
-                message = f"an image of {length} bytes: the most is {self.bounds.image_bytes}"
-                raise InvalidInput(message, field=picture.place)
-            size += 0 if key in self.written else length
-            if size > self.bounds.session_bytes:
-                message = f"the images of this session have more than {self.bounds.session_bytes} bytes"
-                raise InvalidInput(message, field=picture.place)
+            size += 0 if key in self.written else self._size(picture)
+            self._check_sum(size, picture)
+
+    def _size(self, picture: Picture) -> int:
+        length = len(picture.data or b"")
+        if length > self.bounds.image_bytes:
+            message = f"an image of {length} bytes: the most is {self.bounds.image_bytes}"
+            raise InvalidInput(message, field=picture.place)
+        return length
+
+    def _check_sum(self, size: int, picture: Picture) -> None:
+        if size > self.bounds.session_bytes:
+            message = f"the images of this session have more than {self.bounds.session_bytes} bytes"
+            raise InvalidInput(message, field=picture.place)
+
+    def show(self, pictures: Mapping[str, Picture]) -> None:
+        """For requests of an agent in this process, which bring no bytes. Raises ``InvalidInput`` for what is
+        over a bound."""
+        size = sum(map(len, self.kept.values()))
+        for key, picture in pictures.items():
+            size += 0 if key in self.kept else self._size(picture)
+            self._check_sum(size, picture)
+        self.keep(pictures)
+
+    def shown(self, messages: Sequence[Message]) -> dict[str, Picture]:
+        """The pictures of a request of messages alone. Raises ``InvalidInput`` for an image that was never
+        shown."""
+        found: dict[str, Picture] = {}
+        for index, message in enumerate(messages):
+            for at, image in enumerate(message.images):
+                place = f"messages.{index}.images.{at}"
+                data = self.kept.get(image.digest) if image.url is None else None
+                if data is None and image.url is None:
+                    raise InvalidInput(
+                        f"image {image.digest} was not shown", field=place, hint="`model.show` makes it known"
+                    )
+                found.setdefault(image.key, Picture(place=place, data=data))
+        return found
 
     def keep(self, pictures: Mapping[str, Picture]) -> None:
         """For requests that go on from this one by name."""

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeVar
 
 from rollserve.backend.base import Pool
+from rollserve.cancelling import failed
 from rollserve.errors import InfrastructureFailure, InvalidInput
 from rollserve.executor.base import PolicyView
 from rollserve.gateway.rendering import Rendering
 from rollserve.gateway.tokens import TextTokenizer, load_tokenizer
-from rollserve.records.policy import Backend, BackendState, Policy, PolicySpec
+from rollserve.records.policy import Backend, BackendState, Policy, PolicySpec, takes_images
 from rollserve.records.update import UpdateMode, WeightUpdate
 
 Thinking = Literal["keep", "strip"]
@@ -37,8 +38,7 @@ PoolFactory = Callable[[Policy], PolicyPool]
 
 
 class PolicyState:
-    """Follows the views of one policy. ``sees``: it takes images, as all its backends do, since a session may
-    move from one to another at any call."""
+    """Follows the views of one policy. ``sees``: it takes images."""
 
     def __init__(self, view: PolicyView, make_pool: PoolFactory) -> None:
         self.policy = view.policy()
@@ -55,9 +55,7 @@ class PolicyState:
         active = [backend for backend in backends if backend.state is BackendState.ACTIVE]
         contexts = [self.policy.spec.context_tokens, *(each.info.context_tokens for each in active)]
         self.context_tokens = min((n for n in contexts if n is not None), default=None)
-        self.sees = self.policy.spec.interface != "tokens" and all(
-            "image" in each.spec.accepts for each in backends
-        )
+        self.sees = takes_images(self.policy.spec, backends)
         self.structured = bool(active) and all(each.info.structured for each in active)
         self.ready = bool(active) and not self.policy.paused and self.updating is None
 
@@ -112,7 +110,7 @@ class Renderings:
         """Raises ``InfrastructureFailure`` when the tokenizer or renderer can't be had here."""
         key = (spec.tokenizer or "", spec.renderer.model_dump_json(), thinking)
         task = self._renderings.get(key)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+        if task is None or failed(task):
             task = asyncio.create_task(self._make(spec, thinking))
             self._renderings[key] = task
         return await _loaded(task)
@@ -131,7 +129,7 @@ class Renderings:
             message = f"policy {spec.name!r} has no tokenizer"
             raise InfrastructureFailure(message, operation="gateway.load_tokenizer")
         task = self._tokenizers.get(name)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+        if task is None or failed(task):
             task = asyncio.create_task(asyncio.to_thread(load_tokenizer, name))
             self._tokenizers[name] = task
         return task

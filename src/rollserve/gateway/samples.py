@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -117,35 +118,55 @@ def build_samples(
     trained, shares = set(reasons), Counter(path[-1].policy for path, _ in kept)
     samples = []
     for index, (path, cause) in enumerate(kept):
-        parts, policy = _Arrays(path, trained, exact=cause is None), path[-1].policy
-        samples.append(
-            Sample(
-                rollout_id=rollout.id,
-                rollout_index=rollout.index,
-                index=index,
-                count=len(kept),
-                weight=1.0 / shares[policy],
-                policy=policy,
-                reward=rollout.reward,
-                rewards=_rewards(path, parts.ends, len(parts.ids), rollout.reward, call_rewards or {}),
-                ids=parts.ids,
-                loss_mask=parts.mask,
-                logprobs=parts.logprobs,
-                versions=parts.versions,
-                extras=parts.extras,
-                exact=cause is None,
-                cause=cause,
-                text=None if cause is None else conversation_text(path),
-                truncated_by=rollout.truncated_by,
-                mixed_versions=any(_mixed(call) for call in path),
-                inferred_versions=any(span.inferred for call in path for span in call.versions),
-                call_ids=tuple(call.id for call in path),
-                images=_images(path),
-            )
-        )
+        parts, share = _Arrays(path, trained, exact=cause is None), shares[path[-1].policy]
+        rewards = _rewards(path, parts.ends, len(parts.ids), rollout.reward, call_rewards or {})
+        place = _Place(index=index, count=len(kept), weight=1.0 / share)
+        samples.append(_sample(rollout, path, cause, parts, rewards, place))
         if cause is None:
             trained.update(call.id for call in path)
     return samples
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Of a sample among those of its rollout."""
+
+    index: int
+    count: int
+    weight: float
+
+
+def _sample(
+    rollout: Rollout,
+    path: Sequence[Call],
+    cause: str | None,
+    parts: _Arrays,
+    rewards: NDArray[np.float32],
+    place: _Place,
+) -> Sample:
+    return Sample(
+        rollout_id=rollout.id,
+        rollout_index=rollout.index,
+        index=place.index,
+        count=place.count,
+        weight=place.weight,
+        policy=path[-1].policy,
+        reward=rollout.reward,
+        rewards=rewards,
+        ids=parts.ids,
+        loss_mask=parts.mask,
+        logprobs=parts.logprobs,
+        versions=parts.versions,
+        extras=parts.extras,
+        exact=cause is None,
+        cause=cause,
+        text=None if cause is None else conversation_text(path),
+        truncated_by=rollout.truncated_by,
+        mixed_versions=any(_mixed(call) for call in path),
+        inferred_versions=any(span.inferred for call in path for span in call.versions),
+        call_ids=tuple(call.id for call in path),
+        images=_images(path),
+    )
 
 
 def conversation_text(path: Sequence[Call]) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
-import msgspec
 from msgspec.structs import replace
 
 from rollserve.agent.base import ModelClient, Reply
 from rollserve.dialect.base import Asked
+from rollserve.dialect.images import Content, Pictures
 from rollserve.errors import (
     InfrastructureFailure,
     InvalidInput,
@@ -27,6 +28,7 @@ from rollserve.gateway.forward import Conversation, session_closed
 from rollserve.gateway.recording import Answer
 from rollserve.gateway.stopping import Listener
 from rollserve.records.call import ChatRequest, Message
+from rollserve.records.image import Image, split_at_images
 
 T = TypeVar("T")
 
@@ -180,6 +182,20 @@ class InProcessModel:
     def __init__(self, session: GatewaySession) -> None:
         self._session = session
 
+    async def show(
+        self, data: bytes | str, media_type: str = "image/png", *, model: str | None = None
+    ) -> Image | None:
+        state = self._session.conversation_state
+        if not state.answerers.asked(self._session.route_named(model)).policy.sees:
+            return None
+        pictures = Pictures()
+        if isinstance(data, str):
+            image = await asyncio.to_thread(pictures.of_address, data, "data", "data")
+        else:
+            image = await asyncio.to_thread(pictures.of_bytes, data, media_type, "data", "media_type")
+        state.images.show(pictures.found)
+        return image
+
     async def chat(
         self,
         messages: Sequence[Message],
@@ -192,6 +208,7 @@ class InProcessModel:
             messages=tuple(map(_storable, messages)),
             tools=tuple(tool if isinstance(tool, dict) else dict(tool) for tool in tools),
             asked={} if max_tokens is None else {"max_tokens": max_tokens},
+            pictures=self._session.conversation_state.images.shown(messages),
             route=self._session.route_named(model),
         )
         return (await self._session.call(request)).reply
@@ -211,6 +228,11 @@ def _storable(message: Message) -> Message:
     try:
         message.content.encode()
     except UnicodeEncodeError:
-        clean = message.content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return msgspec.structs.replace(message, content=clean)
+        made = Content()
+        for text, image in zip_longest(split_at_images(message.content, message.images), message.images):
+            made.add(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+            if image is not None:
+                made.add(image)
+        content, images = made.take()
+        return replace(message, content=content, images=images)
     return message

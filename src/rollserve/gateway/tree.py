@@ -229,7 +229,16 @@ class Tree:
             forms=[Form(match.form)],
         )
         self._forks[node] = Fork()
-        fork, turns = self._forks[above], _turns(match.form)
+        self._hang(node, self._forks[above], match)
+        self._index(node)
+        self._note(match.differences)
+        self.newest = node
+        self.size += 1
+        return node
+
+    def _hang(self, node: Node, fork: Fork, match: Match) -> None:
+        """Let ``node`` be found below ``fork``, by each form that its messages came in."""
+        turns = _turns(match.form)
         if match.new != match.form:
             node.forms.append(Form(match.new))
         for form in node.forms:
@@ -238,11 +247,6 @@ class Tree:
         fork.most_turns = max(fork.most_turns, turns)
         fork.size += 1
         fork.first = fork.first or node
-        self._index(node)
-        self._note(match.differences)
-        self.newest = node
-        self.size += 1
-        return node
 
     def unseen(self, match: Match) -> list[Difference]:
         """Those of its differences that no call has had before."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from rollserve.errors import UnknownName
 from rollserve.grader.base import Grader, GraderEntry
 from rollserve.grader.command import CommandGrader, CommandOptions
 from rollserve.grader.exact import ExactGrader, ExactOptions
@@ -17,9 +15,9 @@ from rollserve.grader.numeric import NumericGrader, NumericOptions
 from rollserve.grader.python import FIELD, PythonGrader
 from rollserve.records.task import GraderSpec
 from rollserve.usercode.base import CodeHosts, CodeInfo, Role
+from rollserve.usercode.catalog import Catalog
 from rollserve.usercode.options import parse_options
 
-ENTRY_POINTS = "rollserve.graders"
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -55,33 +53,9 @@ def built_in(hosts: CodeHosts) -> dict[str, GraderEntry]:
     return {entry.name: entry for entry in entries}
 
 
-class GraderCatalog:
-    """``installed`` maps names to import paths; by default what installed packages declare."""
-
+class GraderCatalog(Catalog[GraderSpec, GraderEntry]):
     def __init__(self, hosts: CodeHosts, *, installed: Mapping[str, str] | None = None) -> None:
-        self._hosts = hosts
-        self._built_in = built_in(hosts)
-        if installed is None:
-            installed = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
-        self._installed = dict(installed)
-
-    @property
-    def names(self) -> list[str]:
-        return sorted({*self._built_in, *self._installed})
-
-    async def resolve(self, spec: GraderSpec, *, field: str = "grader") -> GraderEntry:
-        """Raises ``UnknownName`` or ``InvalidInput`` at ``<field>.name``; options are not looked at."""
-        if (entry := self._built_in.get(spec.name)) is not None:
-            return entry
-        path = self._installed.get(spec.name, spec.name)
-        if ":" not in path:
-            raise UnknownName("grader", spec.name, self.names, field=f"{field}.name")
-        info = await self._hosts.describe(path, Role.GRADER, field=f"{field}.name")
-        return self._hosted(spec.name, info)
-
-    async def check(self, spec: GraderSpec, *, field: str = "grader") -> None:
-        """Name and options. Raises ``InvalidInput`` (options: at ``grader.options.<name>``)."""
-        (await self.resolve(spec, field=field)).check(dict(spec.options))
+        super().__init__(Role.GRADER, hosts, built_in(hosts), installed)
 
     def _hosted(self, name: str, info: CodeInfo) -> GraderEntry:
         def make(options: dict[str, Any]) -> Grader:

@@ -34,7 +34,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transforme
     """One attention layer's slots, ``[slots, heads, length, head size]``; grown on demand."""
 
     def __init__(self, window: Window) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers is untyped
         self.window = window
         self.k = self.v = torch.empty(0)
         self.slots = 0

@@ -31,7 +31,7 @@ class CallbackState(StrEnum):
     STOPPED = "stopped"
 
 
-class MessageState(StrEnum):
+class CallbackMessageState(StrEnum):
     """``SENDING``: a try is on its way. ``DEAD``: given up after its last try; it can be sent again.
     ``SKIPPED``: there is nothing to send (a pull took the group, or it was too old to be handed over)."""
 
@@ -49,7 +49,7 @@ class CallbackMessage(Record):
     run_id: str
     type: str
     group_id: str | None = None
-    state: MessageState
+    state: CallbackMessageState
     tries: int
     created_at: float
     due_at: float

@@ -76,8 +76,6 @@ class Ids(Sequence[int]):
             return self.packed == other.packed
         return self.list == other if isinstance(other, list) else NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]  # as a list has none
-
     def __repr__(self) -> str:
         return f"Ids({self.list})"
 

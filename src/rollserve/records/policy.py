@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -150,3 +151,9 @@ class Backend(Record):
     info: BackendInfo
     state: BackendState = BackendState.ACTIVE
     error: str | None = None
+
+
+def takes_images(policy: PolicySpec, backends: Sequence[Backend]) -> bool:
+    """Whether messages to it may hold images: all its backends must take them, since a session may move from
+    one to another."""
+    return policy.interface != "tokens" and all("image" in each.spec.accepts for each in backends)

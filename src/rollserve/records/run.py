@@ -111,7 +111,7 @@ class RunSpec(Record):
 
     def reward_for(self, kind: FailureKind) -> float | None:
         """The reward a failure of ``kind`` counts as, or None."""
-        return dict(self.failure_rewards).get(kind.value)  # type: ignore[call-overload,no-any-return]
+        return next((reward for name, reward in self.failure_rewards.items() if name == kind.value), None)
 
     @property
     def policies(self) -> list[str]:

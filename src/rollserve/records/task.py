@@ -51,6 +51,16 @@ class Limits(Record):
     require: Annotated[list[EnforcedLimit], Field(max_length=8)] = []
 
 
+class TaskPicture(Record):
+    """An image that is shown with a task's instruction, ``at`` characters from its beginning (without it:
+    after the text). ``url`` is a ``data:`` URL with its bytes as base64, or an address that the model's
+    server fetches. ``detail`` is what is asked of it (``low``, ``high``)."""
+
+    url: Annotated[str, Field(pattern=r"^(data:image/|https?://)", max_length=8 << 20)]
+    at: Annotated[int | None, Field(ge=0, le=1_000_000)] = None
+    detail: Literal["low", "high"] | None = None
+
+
 class AgentSpec(Record):
     """What drives the model: a registered name, or ``package.module:Class``."""
 
@@ -79,17 +89,19 @@ class GraderSpec(Record):
 
 
 class Task(Record):
-    """``prepare`` are commands that are run once on ``image``, without a network and before ``files`` are
-    there; what they leave is kept for every task with the same image and commands. ``files`` maps a path in
-    the sandbox (relative to its working directory, or absolute) to text. ``network`` is where the agent's
-    sandbox may connect to through its proxy: nowhere, the hosts of a list, or any host of the public network;
-    a grader's sandbox has none.
+    """``pictures`` are shown with ``instruction``: by agents that can, to policies that take images; another
+    is refused. ``prepare`` are commands that are run once on ``image``, without a network and before
+    ``files`` are there; what they leave is kept for every task with the same image and commands. ``files``
+    maps a path in the sandbox (relative to its working directory, or absolute) to text. ``network`` is where
+    the agent's sandbox may connect to through its proxy: nowhere, the hosts of a list, or any host of the
+    public network; a grader's sandbox has none.
     ``tools`` names built-in tools (``shell``, ``submit``, …) or Python functions
     (``package.module:function``); those of ``mcp_servers`` are there as ``<server>__<tool>``.
     ``artifacts`` are paths kept from the sandbox after the run.
     ``metadata`` is echoed with the result and never read."""
 
     instruction: Annotated[str, Field(min_length=1, max_length=1_000_000)]
+    pictures: Annotated[list[TaskPicture], Field(max_length=64)] = []
     image: Annotated[str, Field(min_length=1, max_length=4096)] = "host"
     runtime: str | None = None
     prepare: Annotated[list[Step], Field(max_length=100)] = []

@@ -36,17 +36,17 @@ from rollserve.records.rollout import Attempt, Stage
 from rollserve.records.run import RunStage
 from rollserve.rollouts.attempt_log import AttemptLog
 from rollserve.rollouts.clock import ActiveTimer, Deadline, Judge
-from rollserve.rollouts.failures import boundary
+from rollserve.rollouts.failures import boundary, usable
 from rollserve.rollouts.forks import AgentsSandboxes
 from rollserve.rollouts.holdings import Holdings, WantedSandbox
-from rollserve.rollouts.judging import Judges
+from rollserve.rollouts.judging import Judges, has_judges
 from rollserve.rollouts.keepsakes import Carried, collect_artifacts, pack, unpack
 from rollserve.rollouts.outcome import Cast, Outcome, finished
 from rollserve.rollouts.stages import StagePools
 from rollserve.rollouts.wanted import wanted_sandbox
 from rollserve.rollouts.worker_ports import AttemptObserver, Keeper, WorkerPorts
 from rollserve.sandbox.base import Sandbox
-from rollserve.store.base import EndState, Segment
+from rollserve.store.payload import EndState, Segment
 
 T = TypeVar("T")
 
@@ -144,17 +144,22 @@ class AttemptRunner:
 
     async def _prepare(self) -> Cast:
         task, ports = self._task, self._ports
-        agent = await ports.agents.resolve(task.agent)
-        grader = await ports.graders.resolve(task.grader)
+        with usable("agent", AgentFailure, self._log):
+            agent = await ports.agents.resolve(task.agent)
+            made_agent = agent.make(dict(task.agent.options))
+        with usable("grader", GraderFailure, self._log):
+            grader = await ports.graders.resolve(task.grader)
+            made_grader = grader.make(dict(task.grader.options))
         self._outcome.code = {**agent.code, **grader.code}
-        made = agent.make(dict(task.agent.options)), grader.make(dict(task.grader.options))
         wanted = self._wanted_sandbox(agent.mounts(dict(task.agent.options)))
         sandboxes = AgentsSandboxes(self._held, ports, wanted, task.network)
         sandbox = await sandboxes.open()
         session = await ports.gateway.open_session(self._session_spec())
         self._held.hold_session(session)
         self._outcome.session = session
-        return Cast(agent=made[0], grader=made[1], sandbox=sandbox, fork=sandboxes.fork, session=session)
+        return Cast(
+            agent=made_agent, grader=made_grader, sandbox=sandbox, fork=sandboxes.fork, session=session
+        )
 
     def _wanted_sandbox(self, mounts: dict[str, str] | None = None) -> WantedSandbox:
         """As the task wants it; closed by this attempt, and at the latest by its time to live."""
@@ -220,7 +225,10 @@ class AttemptRunner:
         init's budget, as it is no time of the agent's."""
         opening = self._ports.open_toolbox(self._task, sandbox, log=self._log, pause=self._timer.pause)
         limit_s = self._task.limits.init_s
-        with boundary("tools.open", InfrastructureFailure, passes=EpisodeFailure, log=self._log):
+        with (
+            boundary("tools.open", InfrastructureFailure, passes=EpisodeFailure, log=self._log),
+            usable("tools.open", AgentFailure, self._log),
+        ):
             tools = await self._budgeted(
                 Stage.INIT, "init_s", limit_s, lambda: self._held.open_tools(opening)
             )
@@ -238,7 +246,7 @@ class AttemptRunner:
             api_key=session.secret,
             pause=self._timer.pause,
             sandbox=cast.sandbox,
-            reach=lambda: self._held.open_route(self._ports.serve_session, session, cast.sandbox),
+            reach=lambda: self._open_way(cast),
             fork=cast.fork,
             session=session,
         )
@@ -251,6 +259,13 @@ class AttemptRunner:
             if not isinstance(result, AgentResult):
                 raise AgentFailure(f"returned {type(result).__name__}, not AgentResult", operation="agent")
         return result
+
+    async def _open_way(self, cast: Cast) -> str:
+        """The session's base URL as the sandbox sees it."""
+        address = self._ports.session_addresses.get(self._task.runtime or self._ports.default_runtime)
+        if address is not None:
+            return await self._held.open_session_address(address, cast.session, cast.sandbox)
+        return await self._held.open_session_socket(self._ports.serve_session, cast.session, cast.sandbox)
 
     async def _harvest(self, cast: Cast, failed: EpisodeFailure | None) -> Carried:
         """Stop the agent's side for good, take what is to be kept, free sandbox and slot. Returns the
@@ -347,7 +362,7 @@ class AttemptRunner:
             return check_grade(grade, grading.call_ids, operation="grade")
 
     async def _open_judges(self) -> Judges | None:
-        if not any("grade" in route.stages for route in self._run.routes.values()):
+        if not has_judges(self._run):
             return None
         session = await self._ports.gateway.open_session(self._session_spec("grade"))
         self._held.hold_session(session)

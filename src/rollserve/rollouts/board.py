@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollserve.records.rollout import Stage
-from rollserve.store.base import Start
+from rollserve.store.values import Start
 
 
 @dataclass(slots=True)

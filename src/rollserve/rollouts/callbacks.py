@@ -14,16 +14,15 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 
 from rollserve.backoff import backoff_s
-from rollserve.config import DeliverySettings
 from rollserve.errors import LeaseLost, RollserveError, StaleEpoch
-from rollserve.records.callback import CallbackMessage, CallbackStatus, MessageState
+from rollserve.records.callback import CallbackMessage, CallbackMessageState, CallbackStatus
 from rollserve.rollouts.bell import Bells, heard_by
 from rollserve.rollouts.callback_body import body_of
 from rollserve.rollouts.delivery import Deliveries
 from rollserve.rollouts.patience import patiently
 from rollserve.rollouts.ports import Ports, PostAnswer
 from rollserve.rollouts.tally import Tally
-from rollserve.store.base import CallbackDue, Outgoing, Page, TryEnd
+from rollserve.store.values import CallbackDue, Outgoing, Page, TryEnd
 from rollserve.webhooks import signed
 
 log = logging.getLogger(__name__)
@@ -37,27 +36,40 @@ _AT_ONCE = 16
 """Messages on their way, to all URLs together: each holds its group in memory."""
 _RETRY_S = 1.0
 _SPARE_S = 60.0
-"""A lease outlives its try by so much."""
+"""A lease outlives its try by so much at least."""
 GONE = 410
 
 
+@dataclass(frozen=True, kw_only=True)
+class PushBounds:
+    """A try waits ``timeout_s`` for its answer, and its group is leased for ``lease_s`` besides, a minute at
+    least; a URL is sent ``at_once`` messages. A message is given up after ``tries``, or when it is ``age_s``
+    old."""
+
+    timeout_s: float
+    lease_s: float
+    at_once: int
+    tries: int
+    age_s: float
+
+
 def judged(
-    answer: PostAnswer | str, sent: Outgoing, settings: DeliverySettings, *, now: float, jitter: float
+    answer: PostAnswer | str, sent: Outgoing, bounds: PushBounds, *, now: float, jitter: float
 ) -> TryEnd:
     """What a try's answer (or why there was none) means for its message."""
     status, error = (None, answer) if isinstance(answer, str) else (answer.status, None)
     if status is not None and 200 <= status < 300:
-        return TryEnd(state=MessageState.SENT, status=status)
+        return TryEnd(state=CallbackMessageState.SENT, status=status)
     error = error or f"the receiver answered {status}"
     if status == GONE:
-        return TryEnd(state=MessageState.PENDING, due_at=now, status=status, error=error, stop=True)
+        return TryEnd(state=CallbackMessageState.PENDING, due_at=now, status=status, error=error, stop=True)
     tries = sent.tries + 1
-    if tries >= settings.callback_tries or now - sent.created_at >= settings.callback_age_s:
-        return TryEnd(state=MessageState.DEAD, status=status, error=error)
+    if tries >= bounds.tries or now - sent.created_at >= bounds.age_s:
+        return TryEnd(state=CallbackMessageState.DEAD, status=status, error=error)
     wait_s = backoff_s(tries, FIRST_BACKOFF_S, MAX_BACKOFF_S, jitter=jitter)
     asked = None if isinstance(answer, str) else retry_after_s(answer.retry_after, now)
     wait_s = max(wait_s, min(asked or 0.0, MAX_RETRY_AFTER_S))
-    return TryEnd(state=MessageState.PENDING, due_at=now + wait_s, status=status, error=error)
+    return TryEnd(state=CallbackMessageState.PENDING, due_at=now + wait_s, status=status, error=error)
 
 
 def retry_after_s(value: str | None, now: float) -> float | None:
@@ -90,12 +102,14 @@ class _Line:
 class Callbacks:
     """``finished`` rings when something may have come into the outbox."""
 
-    def __init__(self, ports: Ports, deliveries: Deliveries, tally: Tally, *, finished: Bells) -> None:
+    def __init__(
+        self, ports: Ports, bounds: PushBounds, deliveries: Deliveries, tally: Tally, *, finished: Bells
+    ) -> None:
         self._store = ports.store
         self._clock = ports.clock
         self._poster = ports.poster
         self._jitter = ports.jitter
-        self._settings = ports.settings.delivery
+        self._bounds = bounds
         self._deliveries = deliveries
         self._tally = tally
         self._finished = finished
@@ -130,7 +144,7 @@ class Callbacks:
         """Start the run's next message if it may be. In how many seconds to look again; None: when a try
         ends."""
         line = self._lines.setdefault(due.url, _Line())
-        if line.places(self._settings.callback_in_flight) < 1 or self._busy >= _AT_ONCE:
+        if line.places(self._bounds.at_once) < 1 or self._busy >= _AT_ONCE:
             return None
         wait_s = max(due.due_at, line.open_at) - self._clock.now()
         if wait_s > 0:
@@ -139,8 +153,8 @@ class Callbacks:
         return 0.0
 
     async def _start(self, tasks: asyncio.TaskGroup, due: CallbackDue, line: _Line) -> None:
-        ttl_s = self._settings.callback_timeout_s + max(_SPARE_S, self._settings.lease_ttl_s)
-        sent = await self._store.take_message(due.run_id, ttl_s=ttl_s, now=self._clock.now())
+        ttl_s = self._bounds.timeout_s + max(_SPARE_S, self._bounds.lease_s)
+        sent = await self._store.take_callback_message(due.run_id, ttl_s=ttl_s, now=self._clock.now())
         if sent is not None:
             line.busy += 1
             self._busy += 1
@@ -151,7 +165,9 @@ class Callbacks:
             end = await self._tried(sent)
             self._note(sent, end, line)
             now = self._clock.now()
-            state = await patiently(self._clock, partial(self._store.end_message, sent, end, now=now))
+            state = await patiently(
+                self._clock, partial(self._store.end_callback_message, sent, end, now=now)
+            )
             if state is not None:
                 self._tally.add(f"callbacks_{state.value}")
         except Exception:  # an edge: one message must not end the others
@@ -170,7 +186,7 @@ class Callbacks:
             return self._judged(f"{type(error).__name__}: {error}", sent)
 
     def _note(self, sent: Outgoing, end: TryEnd, line: _Line) -> None:
-        if end.state is MessageState.SENT:
+        if end.state is CallbackMessageState.SENT:
             line.reset()
         if end.error is None:
             return
@@ -178,7 +194,7 @@ class Callbacks:
         wait_s = backoff_s(line.failures, FIRST_BACKOFF_S, LINE_BACKOFF_S, jitter=self._jitter())
         line.open_at = self._clock.now() + wait_s
         self._tally.add("callback_failures")
-        level = logging.ERROR if end.state is MessageState.DEAD or end.stop else logging.WARNING
+        level = logging.ERROR if end.state is CallbackMessageState.DEAD or end.stop else logging.WARNING
         log.log(level, "message %s, try %d: %s", sent.message_id, sent.tries + 1, end.error)
 
     async def _try(self, sent: Outgoing) -> TryEnd:
@@ -187,20 +203,20 @@ class Callbacks:
             try:
                 found = await self._deliveries.fill(sent.lease)
             except (LeaseLost, StaleEpoch):  # it ran out, or its trainer was rewound
-                return TryEnd(state=MessageState.PENDING, due_at=self._clock.now())
+                return TryEnd(state=CallbackMessageState.PENDING, due_at=self._clock.now())
             if found.lease is None:
-                return TryEnd(state=MessageState.SKIPPED)
+                return TryEnd(state=CallbackMessageState.SKIPPED)
         make = partial(body_of, sent.type, sent.run_id, sent.created_at, sent.data, found)
         body = await asyncio.to_thread(make)
         headers = signed(sent.secret.get_secret_value(), sent.message_id, self._clock.now(), body)
         try:
-            answer = await self._poster.post(sent.url, headers, body, self._settings.callback_timeout_s)
+            answer = await self._poster.post(sent.url, headers, body, self._bounds.timeout_s)
         except RollserveError as error:
             return self._judged(error.message, sent)
         return self._judged(answer, sent)
 
     def _judged(self, answer: PostAnswer | str, sent: Outgoing) -> TryEnd:
-        return judged(answer, sent, self._settings, now=self._clock.now(), jitter=self._jitter())
+        return judged(answer, sent, self._bounds, now=self._clock.now(), jitter=self._jitter())
 
     # -- looking, and sending again
     async def status(self, run_id: str) -> CallbackStatus:
@@ -208,13 +224,18 @@ class Callbacks:
         return await self._store.callback_status(run_id)
 
     async def messages(
-        self, run_id: str, *, state: MessageState | None = None, cursor: str | None = None, limit: int = 100
+        self,
+        run_id: str,
+        *,
+        state: CallbackMessageState | None = None,
+        cursor: str | None = None,
+        limit: int = 100,
     ) -> Page[CallbackMessage]:
-        return await self._store.list_messages(run_id, state=state, cursor=cursor, limit=limit)
+        return await self._store.list_callback_messages(run_id, state=state, cursor=cursor, limit=limit)
 
     async def resend(self, run_id: str, ids: list[str] | None) -> int:
         """Dead messages (None: all of the run's) go out again, and a stopped callback goes on."""
-        many = await self._store.resend_messages(run_id, ids, now=self._clock.now())
+        many = await self._store.resend_callback_messages(run_id, ids, now=self._clock.now())
         for line in self._lines.values():
             line.reset()
         self._finished.ring(run_id)

@@ -3,8 +3,9 @@
 The server looks at each of them when it starts and every so often. One that does not answer is marked as
 failed and one that answers again as active, by the same way as a worker's report. What works is left alone:
 an answer that does not come from a backend with calls in flight, or of a policy that is paused or being
-updated, says nothing, for it may be busy or stand still. An active one is asked for its health alone, which
-samples nothing; a failed one is probed as at its registration, since another server may stand there now.
+updated, says nothing, for it may be busy or stand still. An active one is asked for its health and its
+models, which samples nothing and shows where another server stands there now; a failed one is probed as at
+its registration.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ _WITHIN_S = 10.0
 """Of one look."""
 
 _AT_ONCE = 16
+
+_PLACE_S = 0.25
+"""How long a look keeps one of those places: those that don't answer wait on without, and hold nobody up."""
 
 
 class Checkups:
@@ -68,22 +72,28 @@ class Checkups:
         async with asyncio.TaskGroup() as tasks:
             for backend in backends:
                 if backend.state in (BackendState.ACTIVE, BackendState.FAILED):
-                    tasks.create_task(self._look(backend))
+                    await self._places.acquire()
+                    tasks.create_task(self._placed(tasks.create_task(self._look(backend))))
+
+    async def _placed(self, looking: asyncio.Task[None]) -> None:
+        try:
+            await asyncio.wait([looking], timeout=_PLACE_S)
+        finally:
+            self._places.release()
 
     async def _look(self, backend: Backend) -> None:
-        async with self._places:
-            try:
-                async with asyncio.timeout(_WITHIN_S):
-                    ok, detail = await self._answer(backend)
-            except TimeoutError:
-                ok, detail = False, f"no answer within {_WITHIN_S:g} s"
-            except NotFound:
-                return
-            except Exception as error:  # an edge: a third-party backend may raise anything
-                log.warning("backend %s could not be looked at: %r", backend.id, error)
-                ok, detail = False, str(error) or repr(error)
-            if ok or await self._idle(backend):
-                await self.report(BackendReport(backend_id=backend.id, ok=ok, detail=detail))
+        try:
+            async with asyncio.timeout(_WITHIN_S):
+                ok, detail = await self._answer(backend)
+        except TimeoutError:
+            ok, detail = False, f"no answer within {_WITHIN_S:g} s"
+        except NotFound:
+            return
+        except Exception as error:  # an edge: a third-party backend may raise anything
+            log.warning("backend %s could not be looked at: %r", backend.id, error)
+            ok, detail = False, str(error) or repr(error)
+        if ok or await self._idle(backend):
+            await self.report(BackendReport(backend_id=backend.id, ok=ok, detail=detail))
 
     async def _answer(self, backend: Backend) -> tuple[bool, str]:
         """Whether it is well, and what it says if not."""
@@ -93,7 +103,7 @@ class Checkups:
         policy = await self._store.get_policy(backend.policy)
         client = self._open_backend(backend.spec, policy.spec.model)
         try:
-            health = await client.health()
+            health = await client.look()
         finally:
             await client.close()
         return health.ok, health.detail

@@ -1,8 +1,8 @@
 """The server without HTTP: the parts, wired, and their life.
 
 ``policies``, ``updates``, ``runs``, ``groups``, ``deliveries``, ``callbacks``, ``evaluations``,
-``trajectories``, ``drifts``, ``verifier``, ``events`` and ``status`` are what the API offers; the scheduler
-and its helpers work behind them.
+``trajectories``, ``drifts``, ``verifier``, ``events`` and ``status`` are what the API offers; ``machinery``
+works behind them.
 """
 
 from __future__ import annotations
@@ -11,31 +11,21 @@ import asyncio
 import logging
 
 from rollserve.errors import Unavailable
-from rollserve.rollouts.bell import Bell, Bells
-from rollserve.rollouts.board import Board
-from rollserve.rollouts.callbacks import Callbacks
+from rollserve.rollouts.callbacks import Callbacks, PushBounds
 from rollserve.rollouts.cancel import Canceller
-from rollserve.rollouts.checkups import Checkups
-from rollserve.rollouts.deadlines import Deadlines
 from rollserve.rollouts.delivery import Deliveries, SampleMaker
 from rollserve.rollouts.drift import Drifts
-from rollserve.rollouts.endings import Endings
 from rollserve.rollouts.evaluation import Evaluations
 from rollserve.rollouts.events import EventFeed
 from rollserve.rollouts.exports import Exports
-from rollserve.rollouts.filters import Judge
-from rollserve.rollouts.fleet import Fleet
 from rollserve.rollouts.groups import Groups
+from rollserve.rollouts.machinery import Machinery, Shared
 from rollserve.rollouts.policies import Policies
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.recovery import Recovery, expire_leases, recover
-from rollserve.rollouts.regrades import Regrades
 from rollserve.rollouts.runs import Runs, RunSpecs
-from rollserve.rollouts.scheduler import Scheduler
-from rollserve.rollouts.sources import Sources
 from rollserve.rollouts.status import Status
-from rollserve.rollouts.stops import GroupEnds, Stops
-from rollserve.rollouts.tally import LoopLag, Tally
+from rollserve.rollouts.tally import LoopLag
 from rollserve.rollouts.templates import Templates
 from rollserve.rollouts.trajectories import Trajectories
 from rollserve.rollouts.updates import Updates
@@ -44,6 +34,7 @@ from rollserve.rollouts.verify import Verifier
 log = logging.getLogger(__name__)
 
 _SETTLE_S = 5.0
+_WRITABLE_WITHIN_S = 5.0
 """For committing what workers reported just before they stopped."""
 
 
@@ -53,78 +44,44 @@ class Coordinator:
 
     def __init__(self, ports: Ports) -> None:
         self._ports = ports
-        self._wake = Bell()
-        happened = Bell()
-        finished = Bells()
         self.closing = asyncio.Event()
         self.failed = asyncio.Event()
         """A loop of ours has ended with an error, which is a bug: whoever runs the server should end it."""
-        self.tally = Tally()
+        self._shared = shared = Shared(ports=ports, specs=RunSpecs(ports))
+        specs, tally, wake, happened = shared.specs, shared.tally, shared.wake, shared.happened
+        self.tally = tally
         self._lag = LoopLag()
-        self._board = Board()
-        self._fleet = Fleet()
-        specs = RunSpecs(ports)
-        self._maker = SampleMaker(ports, specs, self.tally)
+        self._maker = SampleMaker(ports, specs, tally)
         self._templates = Templates(ports, happened=happened)
-        self.policies = Policies(ports, self._templates, changed=self._wake, happened=happened)
-        self.updates = Updates(ports, self.policies, self._fleet)
-        self._checkups = Checkups(ports, self.policies, self._fleet)
-        judging, dated = Bell(), Bell()
-        stops = Stops(ports, self._board)
-        ends = GroupEnds(
-            stops,
-            self.tally,
-            finished=finished,
-            judging=judging,
-            dated=dated,
-            freed=self._wake,
-            happened=happened,
-        )
-        self._deadlines = Deadlines(ports, ends, self.tally, dated=dated)
-        self._judge = Judge(ports, specs, ends, self.tally, judging=judging)
-        self._sources = Sources(ports, specs, ends, self.tally, wake=self._wake)
-        endings = Endings(
-            ports, specs, self._board, self._fleet, ends, self.tally, freed=self._wake, happened=happened
-        )
-        self.regrades = Regrades(ports, specs, self._fleet, self.tally, happened=happened)
-        self._scheduler = Scheduler(
-            ports,
-            specs,
-            self._board,
-            self._fleet,
-            endings,
-            stops,
-            self.regrades,
-            self.tally,
-            wake=self._wake,
-            dated=dated,
-            on_backend=self._checkups.report,
-        )
-        canceller = Canceller(ports, stops, ends, self.tally, happened=happened)
+        self.policies = Policies(ports, self._templates, changed=wake, happened=happened)
+        self.updates = Updates(ports, self.policies, shared.fleet)
+        self._behind = behind = Machinery(shared, self.policies)
+        self.regrades = behind.regrades
+        canceller = Canceller(ports, behind.stops, behind.ends, tally, happened=happened)
         self.runs = Runs(
             ports,
             specs,
             canceller,
             self._templates,
-            opened=self._sources.opened,
-            changed=self._wake,
+            opened=behind.sources.opened,
+            changed=wake,
             happened=happened,
         )
-        self.groups = Groups(
-            ports, specs, canceller, self.tally, self._templates, queued=self._wake, happened=happened
-        )
+        self.groups = Groups(ports, specs, canceller, tally, self._templates, queued=wake, happened=happened)
         self.deliveries = Deliveries(
             ports,
             specs,
             self.groups,
             self.policies,
             self._maker,
-            self.tally,
-            finished=finished,
-            freed=self._wake,
+            tally,
+            finished=shared.finished,
+            freed=wake,
             happened=happened,
         )
-        self.callbacks = Callbacks(ports, self.deliveries, self.tally, finished=finished)
+        self.callbacks = Callbacks(
+            ports, _push_bounds(ports), self.deliveries, tally, finished=shared.finished
+        )
         self.evaluations = Evaluations(ports, specs)
         self.trajectories = Trajectories(ports, self._maker)
         self.exports = Exports(ports, self.groups, self._maker)
@@ -132,14 +89,7 @@ class Coordinator:
         self.verifier = Verifier(ports, self.trajectories)
         self.events = EventFeed(ports, happened=happened)
         self.status = Status(
-            ports,
-            self._board,
-            self._fleet,
-            self._checkups,
-            self.deliveries,
-            self.events,
-            self.tally,
-            self._lag,
+            ports, shared.board, shared.fleet, behind.checkups, self.deliveries, self.events, tally, self._lag
         )
         self._life: asyncio.Task[None] | None = None
 
@@ -154,15 +104,10 @@ class Coordinator:
     async def _live(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._scheduler.run(), name="scheduler")
+                self._behind.start(tasks)
                 tasks.create_task(self.events.run(), name="events")
                 tasks.create_task(self._templates.run(), name="templates")
                 tasks.create_task(self.updates.run(), name="updates")
-                tasks.create_task(self._checkups.run(), name="checkups")
-                tasks.create_task(self._deadlines.run(), name="deadlines")
-                tasks.create_task(self._judge.run(), name="filters")
-                tasks.create_task(self._sources.run(), name="sources")
-                tasks.create_task(self.regrades.run(), name="regrades")
                 tasks.create_task(self.callbacks.run(), name="callbacks")
                 tasks.create_task(self._lag.run(), name="loop lag")
                 tasks.create_task(expire_leases(self._ports, self.deliveries), name="leases")
@@ -174,7 +119,7 @@ class Coordinator:
     def begin_stop(self) -> None:
         """Answer waiting leases, end streams, start no attempt. Idempotent."""
         self.closing.set()
-        self._scheduler.begin_stop()
+        self._behind.scheduler.begin_stop()
         self.deliveries.close()
 
     async def stop(self, grace_s: float) -> None:
@@ -184,7 +129,7 @@ class Coordinator:
         try:
             await self._ports.executor.stop(grace_s)
             if self._life is not None:
-                await self._scheduler.settle(_SETTLE_S)
+                await self._behind.scheduler.settle(_SETTLE_S)
         finally:
             await self.updates.close()
             await self._end_life()
@@ -205,18 +150,34 @@ class Coordinator:
 
     @property
     def workers(self) -> int:
-        return len(self._fleet)
+        return len(self._shared.fleet)
 
     def stage_of(self, rollout_id: str) -> str | None:
         """Where a running rollout is; None when it does not run."""
-        running = self._board.of_rollout(rollout_id)
+        running = self._shared.board.of_rollout(rollout_id)
         return None if running is None else running.stage
 
-    def check_ready(self) -> None:
-        """Raises ``Unavailable`` unless rollouts can be run now."""
+    async def check_ready(self) -> None:
+        """Raises ``Unavailable`` unless rollouts can be run now. Bounded."""
         if self.closing.is_set():
             raise Unavailable("the server is stopping", retry_after_s=5.0)
         if self._life is None or self._life.done():
             raise Unavailable("the server has not started, or one of its loops has failed", retry_after_s=1.0)
         if not self.workers:
             raise Unavailable("no worker is up", retry_after_s=1.0)
+        try:
+            async with asyncio.timeout(_WRITABLE_WITHIN_S):
+                await self._ports.store.check_writable()
+        except TimeoutError as error:
+            raise Unavailable("the database does not answer", retry_after_s=5.0) from error
+
+
+def _push_bounds(ports: Ports) -> PushBounds:
+    given = ports.settings.delivery
+    return PushBounds(
+        timeout_s=given.callback_timeout_s,
+        lease_s=given.lease_ttl_s,
+        at_once=given.callback_in_flight,
+        tries=given.callback_tries,
+        age_s=given.callback_age_s,
+    )

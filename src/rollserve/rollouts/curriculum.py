@@ -18,9 +18,11 @@ from rollserve.errors import InvalidInput, RollserveError
 from rollserve.records.control import TaskSource
 from rollserve.records.run import RunSpec, SourceState, SourceStatus
 from rollserve.records.task import Task
+from rollserve.rollouts.pictures import check_pictures
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.taken import Taken
-from rollserve.store.base import NewGroup, SourceResult, TaskLines
+from rollserve.store.task_lines import TaskLines
+from rollserve.store.values import NewGroup, SourceResult
 
 RESULTS = 256
 """Of the newest groups, that it is told."""
@@ -30,7 +32,8 @@ MOST_FAILURES = 8
 
 _DETAIL_CHARS = 1000
 
-ReadTask = Callable[[TaskLines, int], Awaitable[Task]]
+ReadTask = Callable[[TaskLines, int, str], Awaitable[Task]]
+"""A line of them, for a policy."""
 
 
 class Curriculum:
@@ -97,7 +100,7 @@ class Curriculum:
         tasks: TaskLines | None,
     ) -> None:
         try:
-            task = await self._task(item, tasks)
+            task = await self._task(item, tasks, spec.policy)
         except InvalidInput as error:
             taken.next += source.on_broken_line == "skip"
             self._failed(run_id, source, taken, f"{source.curriculum}: {error.message}")
@@ -106,12 +109,12 @@ class Curriculum:
         taken.next += 1
         taken.groups.append(group)
 
-    async def _task(self, item: int | dict[str, Any], tasks: TaskLines | None) -> Task:
+    async def _task(self, item: int | dict[str, Any], tasks: TaskLines | None, policy: str) -> Task:
         if isinstance(item, int):
             if tasks is None or not 0 <= item < tasks.lines:
                 count = 0 if tasks is None else tasks.lines
                 raise InvalidInput(f"there is no task {item}: the source has {count}, from 0 on")
-            return await self._read(tasks, item)
+            return await self._read(tasks, item, policy)
         try:
             task = await asyncio.to_thread(Task.model_validate_json, msgspec.json.encode(item))
         except ValidationError as error:
@@ -119,6 +122,7 @@ class Curriculum:
             where = ".".join(str(part) for part in first["loc"])
             raise InvalidInput(f"it gave no task: {where}: {first['msg']}") from error
         await self._check_task(task, "")
+        await check_pictures(task, policy, self._store, "")
         return task
 
     def _failed(self, run_id: str, source: TaskSource, taken: Taken, what: str) -> None:

@@ -29,7 +29,7 @@ from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.runs import RunSpecs
 from rollserve.rollouts.staleness import FinishedGroup, FinishedRollout, enforce, versions_beside
 from rollserve.rollouts.tally import Tally
-from rollserve.store.base import Page
+from rollserve.store.values import Page
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from rollserve.records.rollout import Rollout
 from rollserve.records.run import RunSpec
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.trajectories import Trajectories
-from rollserve.store.base import Page
+from rollserve.store.values import Page
 
 log = logging.getLogger(__name__)
 

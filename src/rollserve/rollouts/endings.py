@@ -27,7 +27,7 @@ from rollserve.rollouts.runs import RunSpecs
 from rollserve.rollouts.salvage import salvaged
 from rollserve.rollouts.stops import GroupEnds
 from rollserve.rollouts.tally import Tally
-from rollserve.store.base import Finish, Finished
+from rollserve.store.values import Finish, Finished
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from rollserve.errors import QueueFull
+from rollserve.errors import InvalidInput, QueueFull
 from rollserve.records.event import Event
 from rollserve.rollouts.bell import Bell, heard
 from rollserve.rollouts.ports import Ports
@@ -95,6 +95,14 @@ class EventFeed:
         page = newer[: -self._PAGE - 1 : -1]  # the oldest of them, in order
         last = page[-1].seq if page else after
         return [event for event in page if run_id is None or event.run_id == run_id], last
+
+    async def check_cursor(self, after: int, field: str) -> None:
+        """Raises ``InvalidInput`` for one beyond the newest event: of another data folder, say. It would wait
+        for events that others have seen long ago."""
+        if after and not await self._store.list_events(after=after - 1, limit=1):
+            newest = await self._last_seq(0)
+            hint = f"the newest event is {newest}: go on from there, or from 0 for all that are kept"
+            raise InvalidInput(f"there is no event {after} yet", field=field, hint=hint)
 
     def listen(self) -> asyncio.Event:
         """Set when there is something new to read."""

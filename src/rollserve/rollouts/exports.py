@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from rollserve.gateway.samples import is_cause
 from rollserve.records.export import ExportSettings
-from rollserve.records.regrade import Grading
+from rollserve.records.regrade import Regrading
 from rollserve.records.rollout import Group, GroupState, Rollout
 from rollserve.records.run import RunSpec
 from rollserve.rollouts.delivery import MAX_ANSWER_BYTES, SampleMaker, Shape
@@ -60,9 +60,9 @@ class Exports:
 
     async def _group(self, group: Group, run: RunSpec, settings: ExportSettings, version: int) -> Exported:
         rollouts = await self._groups.rollouts_of(group.id)
-        regraded: dict[str, Grading] = {}
+        regraded: dict[str, Regrading] = {}
         if settings.regrade is not None:
-            regraded = await self._store.gradings_of(settings.regrade, [each.id for each in rollouts])
+            regraded = await self._store.regradings_of(settings.regrade, [each.id for each in rollouts])
         spec = _spec(run, settings)
         made = [await self._rollout(each, spec, settings, regraded) for each in rollouts]
         finished = FinishedGroup(group=group, rollouts=made)
@@ -77,17 +77,19 @@ class Exports:
         return Exported(finished=checked.groups[0])
 
     async def _rollout(
-        self, rollout: Rollout, run: RunSpec, settings: ExportSettings, regraded: Mapping[str, Grading]
+        self, rollout: Rollout, run: RunSpec, settings: ExportSettings, regraded: Mapping[str, Regrading]
     ) -> FinishedRollout:
         shape = Shape(run=run, every_call=settings.sequences == "calls")
         if settings.regrade is not None:
-            grading = regraded.get(rollout.id)
-            if grading is None or grading.graded is None or grading.reward is None:
+            regrading = regraded.get(rollout.id)
+            if regrading is None or regrading.graded is None or regrading.reward is None:
                 return FinishedRollout(
-                    rollout=rollout.model_copy(update={"reward": None}), note=_not_graded(grading)
+                    rollout=rollout.model_copy(update={"reward": None}), note=_not_graded(regrading)
                 )
-            rollout = rollout.model_copy(update={"reward": grading.reward, "attempt_id": grading.attempt_id})
-            shape = replace(shape, call_rewards=grading.graded.call_rewards)
+            rollout = rollout.model_copy(
+                update={"reward": regrading.reward, "attempt_id": regrading.attempt_id}
+            )
+            shape = replace(shape, call_rewards=regrading.graded.call_rewards)
         made = await self._maker.make(rollout, shape)
         causes = [name for name in (made.tokens.left_out if made.tokens else ()) if is_cause(name)]
         if run.on_inexact == "fail" and causes:
@@ -100,9 +102,9 @@ def _spec(run: RunSpec, settings: ExportSettings) -> RunSpec:
     return run.model_copy(update={name: value for name, value in asked.items() if value is not None})
 
 
-def _not_graded(grading: Grading | None) -> str:
-    if grading is None:
+def _not_graded(regrading: Regrading | None) -> str:
+    if regrading is None:
         return "the regrade does not have it: it had not ended, or left nothing to grade"
-    graded = grading.graded
+    graded = regrading.graded
     why = None if graded is None else graded.note or (graded.failure and graded.failure.message)
-    return f"its grading is {grading.state.value}" + (f": {why}" if why else "")
+    return f"its grading is {regrading.state.value}" + (f": {why}" if why else "")

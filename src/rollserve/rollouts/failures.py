@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rollserve.errors import EpisodeFailure, InfrastructureFailure
+from rollserve.errors import EpisodeFailure, InfrastructureFailure, InvalidInput, UnknownName
 from rollserve.records.rollout import Failure
 
 _MESSAGE_CHARS = 2000
@@ -49,6 +49,19 @@ def boundary(
             raise
         _trace(error, log)
         raise _as(failure, error, operation) from error
+
+
+@contextmanager
+def usable(operation: str, failure: type[EpisodeFailure], log: Callable[[str], None]) -> Iterator[None]:
+    """Around what takes up the user's code. It was looked at when it was submitted: what is refused now
+    was edited since, and is its own ``failure``. A name that this worker does not know is not."""
+    try:
+        yield
+    except UnknownName:
+        raise
+    except InvalidInput as error:
+        log(str(error))
+        raise failure(str(error)[:_MESSAGE_CHARS], operation=operation) from error
 
 
 def _trace(error: BaseException, log: Callable[[str], None] | None) -> None:

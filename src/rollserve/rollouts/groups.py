@@ -16,12 +16,13 @@ from rollserve.rollouts.bell import Bell
 from rollserve.rollouts.cancel import Cancelled, Canceller
 from rollserve.rollouts.control import check_rule
 from rollserve.rollouts.pages import every
+from rollserve.rollouts.pictures import check_pictures
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.routes import check_routes
 from rollserve.rollouts.runs import RunSpecs, checked_key
 from rollserve.rollouts.tally import Tally
 from rollserve.rollouts.templates import Templates
-from rollserve.store.base import NewGroup, Page
+from rollserve.store.values import NewGroup, Page
 
 _CHECKS_PER_TURN = 16
 """Tasks checked before other work of the event loop gets its turn."""
@@ -98,6 +99,8 @@ class Groups:
         own = await self._templates.check(spec.policy, "run.policy")
         await check_routes(spec, own, self._templates.check, "run.routes")
         await self.check(groups, spec)
+        for index, group in enumerate(groups):
+            await check_pictures(group.task, spec.policy, self._store, f"groups.{index}.task")
         new = [
             NewGroup(
                 task=group.task,

@@ -14,8 +14,15 @@ from rollserve.records.network import Network
 from rollserve.rollouts.attempt_log import AttemptLog
 from rollserve.rollouts.clock import Clock, Deadline
 from rollserve.rollouts.failures import boundary
-from rollserve.rollouts.worker_ports import AttemptObserver, Keeper, OpenNetwork, ServeSession
+from rollserve.rollouts.worker_ports import (
+    AttemptObserver,
+    Keeper,
+    OpenNetwork,
+    ServeSession,
+    SessionAddress,
+)
 from rollserve.sandbox.base import Runtime, Sandbox, SandboxSpec, exports
+from rollserve.sandbox.trust import trust
 
 NETWORK_ENV_S = 30.0
 
@@ -31,9 +38,9 @@ class WantedSandbox:
 
 
 class Holdings:
-    """Session, tools, route, networks and sandboxes. What is confirmed released is forgotten; what is not
-    stays, and the next call tries it once more. ``errors`` are the releases that failed; while ``releasing``,
-    the attempt's task should not be cancelled: half a release may be none."""
+    """Sessions, tools, session socket, networks, sandboxes. What is confirmed released is forgotten; what is
+    not stays, and the next call tries it once more. ``errors`` are the releases that failed; while
+    ``releasing``, the attempt's task should not be cancelled: half a release may be none."""
 
     def __init__(self, *, clock: Clock, log: AttemptLog, close_s: float, observer: AttemptObserver) -> None:
         self._clock = clock
@@ -42,8 +49,8 @@ class Holdings:
         self._observer = observer
         self._sessions: list[Session] = []
         self._tools: AsyncExitStack | None = None
-        self._route: AsyncExitStack | None = None
-        self._route_url = ""
+        self._session_socket: AsyncExitStack | None = None
+        self._session_url = ""
         self._networks = AsyncExitStack()
         self._sandboxes: list[Sandbox] = []
         self._ahead: asyncio.Task[Sandbox | None] | None = None
@@ -102,14 +109,23 @@ class Holdings:
     def hold_session(self, session: Session) -> None:
         self._sessions.append(session)
 
-    async def open_route(self, serve: ServeSession, session: Session, sandbox: Sandbox) -> str:
+    async def open_session_socket(self, serve: ServeSession, session: Session, sandbox: Sandbox) -> str:
         """From the sandbox to its session: the base URL there. Opened once."""
-        if self._route is None:
-            with boundary("route.open", InfrastructureFailure, log=self._log):
+        if self._session_socket is None:
+            with boundary("session_socket.open", InfrastructureFailure, log=self._log):
                 sock = await sandbox.listen()
-                self._route = AsyncExitStack()
-                self._route_url = await self._route.enter_async_context(serve(session, sock))
-        return self._route_url
+                self._session_socket = AsyncExitStack()
+                self._session_url = await self._session_socket.enter_async_context(serve(session, sock))
+        return self._session_url
+
+    async def open_session_address(self, address: SessionAddress, session: Session, sandbox: Sandbox) -> str:
+        """The same from a sandbox elsewhere, which is told whom to trust there. Nothing of it is held."""
+        if not self._session_url:
+            with boundary("session_address.open", InfrastructureFailure, log=self._log):
+                if address.authority:
+                    await trust(sandbox, address.authority)
+            self._session_url = f"{address.url}/s/{session.id}/v1"
+        return self._session_url
 
     async def open_network(self, opening: OpenNetwork, network: Network, sandbox: Sandbox) -> None:
         """Let the sandbox out as far as ``network`` says; its shell is told how."""
@@ -121,14 +137,14 @@ class Holdings:
     async def stop_agent_side(self, ending: Ending) -> None:
         """Tools, then the sessions and the way there: generation has stopped before the sandbox goes.
         ``ending`` is what a session tells an agent that goes on."""
-        tools, route = self._tools, self._route
+        tools, way = self._tools, self._session_socket
         if tools is not None and await self._release("tools.close", tools.aclose()):
             self._tools = None
         for session in list(self._sessions):
             if await self._release("session.close", session.close(ending)):
                 self._sessions.remove(session)
-        if route is not None and await self._release("route.close", route.aclose()):
-            self._route = None
+        if way is not None and await self._release("session_socket.close", way.aclose()):
+            self._session_socket = None
         await self._release("network.close", self._networks.aclose())
 
     async def close_sandboxes(self) -> None:

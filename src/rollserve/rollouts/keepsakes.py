@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from rollserve.errors import AgentFailure, InfrastructureFailure, SandboxError, TooLarge
 from rollserve.rollouts.worker_ports import Bounds
 from rollserve.sandbox.base import WORKDIR, Sandbox
-from rollserve.store.base import Segment
+from rollserve.store.payload import Segment
 
 
 async def collect_artifacts(

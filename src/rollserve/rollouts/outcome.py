@@ -15,7 +15,7 @@ from rollserve.grader.base import Grade, Grader
 from rollserve.records.rollout import Attempt, Failure, RolloutState
 from rollserve.rollouts.failures import failure_of, plain_json
 from rollserve.sandbox.base import Sandbox
-from rollserve.store.base import SealedPayload
+from rollserve.store.payload import SealedPayload
 
 ANSWER_CHARS = 4000
 """Of an answer, in the attempt's record; its payload has all of it."""

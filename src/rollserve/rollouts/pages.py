@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
-from rollserve.store.base import Page
+from rollserve.store.values import Page
 
 T = TypeVar("T")
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
+from rollserve.addresses import checked_root, root_of
 from rollserve.errors import BackendError, Conflict, InvalidInput, NotFound, listed, nearest
 from rollserve.executor.base import BackendReport, PolicyView
 from rollserve.gateway.rendering import check_renderer
@@ -23,13 +24,12 @@ from rollserve.records.policy import (
     Policy,
     PolicySpec,
 )
-from rollserve.rollouts.addresses import root_of
 from rollserve.rollouts.bell import Bell
 from rollserve.rollouts.pages import every
 from rollserve.rollouts.patience import patiently
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.templates import Templates, trouble_of
-from rollserve.store.base import Page
+from rollserve.store.values import Page
 
 T = TypeVar("T")
 
@@ -184,21 +184,26 @@ class Policies:
     # -- backends
     async def register(self, name: str, spec: BackendSpec) -> Backend:
         """Probe first: nothing is kept of a URL that is no backend or serves another model. The same server
-        again, however its URL is written, keeps its id, gets the new settings and is active. Raises
-        ``InvalidInput``, and ``Conflict`` for one more than ``MAX_BACKENDS``."""
+        again, however its URL is written, keeps its id, gets the new settings and is active; others of its
+        address, as older versions kept them, are removed. Raises ``InvalidInput``, and ``Conflict`` for one
+        more than ``MAX_BACKENDS``."""
         policy = await self._store.get_policy(name)
         _check_interface(spec, policy.spec)
-        spec = spec.model_copy(update={"url": root_of(spec.url)})
+        spec = spec.model_copy(update={"url": checked_root(spec.url)})
         await self._check_readable(policy)
         info = await self._checked(spec, policy.spec.model)
         async with self._changing:
-            known = {root_of(backend.spec.url): backend.id for backend in await self.registered(name)}
-            if spec.url not in known and len(known) >= MAX_BACKENDS:
+            known = await self.registered(name)
+            same = [backend.id for backend in known if root_of(backend.spec.url) == spec.url]
+            if not same and len(known) >= MAX_BACKENDS:
                 raise Conflict(
                     f"policy {name!r} has {MAX_BACKENDS} backends", hint="remove those that are gone"
                 )
-            backend = Backend(id=known.get(spec.url) or new_id("be"), policy=name, spec=spec, info=info)
+            first = same[0] if same else new_id("be")
+            backend = Backend(id=first, policy=name, spec=spec, info=info)
             await self._store.put_backend(backend)
+            for other in same[1:]:
+                await self._store.delete_backend(other)
         self._templates.ask(name)
         await self.tell(name)
         return backend

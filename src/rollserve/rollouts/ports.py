@@ -18,7 +18,9 @@ from rollserve.records.run import RunSpec
 from rollserve.records.sample import Sample
 from rollserve.records.task import Task
 from rollserve.rollouts.clock import Clock, SystemClock
-from rollserve.store.base import PayloadStore, Store, TaskLines
+from rollserve.store.base import Store
+from rollserve.store.payload import PayloadStore
+from rollserve.store.task_lines import TaskLines
 
 
 class SampleBuilder(Protocol):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollserve.errors import RollserveError
 from rollserve.rollouts.delivery import Deliveries
 from rollserve.rollouts.ports import Ports
-from rollserve.rollouts.salvage import salvaged
-from rollserve.store.base import SealedPayload
+from rollserve.rollouts.salvage import salvaged, sampled_in
+from rollserve.store.payload import SealedPayload
 
 log = logging.getLogger(__name__)
 
@@ -29,20 +30,22 @@ class Recovery:
 
 async def recover(ports: Ports, deliveries: Deliveries) -> Recovery:
     """Before any worker starts: there is no attempt yet that could be mistaken for a dead one."""
-    requeued = await ports.store.recover(ports.clock.now(), await _salvage(ports))
+    attempts = await ports.store.list_interrupted()
+    requeued = await ports.store.recover(ports.clock.now(), await _salvage(ports, attempts))
     await ports.store.end_due_groups(ports.clock.now())  # before they are started in vain
     expired = await deliveries.expire()
-    await ports.store.recover_gradings()
-    await ports.store.recover_messages(ports.clock.now())
+    interrupted = await _salvage(ports, await ports.store.list_interrupted_regradings())
+    await ports.store.recover_regradings({name: sampled_in(each) for name, each in interrupted.items()})
+    await ports.store.recover_callback_messages(ports.clock.now())
     removed = await ports.payloads.sweep(await ports.store.list_payloads())
     if requeued or removed:
         log.info("after the last stop: %d rollouts run again, %d payloads removed", requeued, removed)
     return Recovery(requeued=requeued, leases_expired=expired, payloads_removed=removed)
 
 
-async def _salvage(ports: Ports) -> dict[str, SealedPayload]:
-    """What interrupted attempts had recorded, by attempt; sealed before the store hears of their end, so
-    that a start which is cut short finds them again."""
+async def _salvage(ports: Ports, interrupted: Sequence[tuple[str, str]]) -> dict[str, SealedPayload]:
+    """What interrupted attempts (of a run, by name) had recorded; sealed before the store hears of their
+    end, so that a start which is cut short finds them again."""
     places = asyncio.Semaphore(_SALVAGED_AT_ONCE)
     found: dict[str, SealedPayload] = {}
 
@@ -57,7 +60,7 @@ async def _salvage(ports: Ports) -> dict[str, SealedPayload]:
             found[attempt_id] = payload
 
     async with asyncio.TaskGroup() as tasks:
-        for run_id, attempt_id in await ports.store.list_interrupted():
+        for run_id, attempt_id in interrupted:
             tasks.create_task(salvage(run_id, attempt_id))
     return found
 

@@ -3,29 +3,37 @@ is written beside the rollouts' own grades.
 
 A grading belongs to a try: one that a lost worker had is queued again, and what that worker still says of
 it is not taken. Failures of graders and of the infrastructure are tried again as often as the run says.
+What a grader's models sampled is counted from what the worker recorded, so that it is also known of workers
+that were lost.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Mapping
 from functools import partial
 
 from rollserve.backoff import backoff_s
-from rollserve.errors import FailureKind, InvalidInput, NotFound
-from rollserve.executor.base import GradingEnded, StartGrading
+from rollserve.errors import FailureKind, InvalidInput, NotFound, RollserveError
+from rollserve.executor.base import RegradingEnded, StartRegrading
 from rollserve.records.base import new_id
-from rollserve.records.regrade import Graded, Grading, GradingState, Regrade
+from rollserve.records.regrade import Graded, JudgeRoute, Regrade, Regrading, RegradingState
 from rollserve.records.rollout import Failure
+from rollserve.records.run import RunSpec
 from rollserve.records.task import GraderSpec
 from rollserve.rollouts.bell import Bell, heard_by
 from rollserve.rollouts.fleet import Fleet
 from rollserve.rollouts.patience import patiently
+from rollserve.rollouts.policies import Policies
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.retries import WORKER_LOST
-from rollserve.rollouts.runs import RunSpecs, checked_key
+from rollserve.rollouts.routes import check_judges, judge_routes
+from rollserve.rollouts.runs import WORKERS_LEAVE_OUT, RunSpecs, checked_key
+from rollserve.rollouts.salvage import salvaged, sampled_in
 from rollserve.rollouts.tally import Tally
-from rollserve.store.base import GradingStart, Page
+from rollserve.store.payload import SealedPayload
+from rollserve.store.values import Page, RegradingStart
 
 log = logging.getLogger(__name__)
 
@@ -34,31 +42,54 @@ _RETRY_S = 1.0
 
 
 class Regrades:
-    def __init__(self, ports: Ports, specs: RunSpecs, fleet: Fleet, tally: Tally, *, happened: Bell) -> None:
+    def __init__(
+        self,
+        ports: Ports,
+        specs: RunSpecs,
+        policies: Policies,
+        fleet: Fleet,
+        tally: Tally,
+        *,
+        happened: Bell,
+    ) -> None:
         self._store = ports.store
+        self._payloads = ports.payloads
         self._executor = ports.executor
         self._clock = ports.clock
         self._jitter = ports.jitter
         self._check_task = ports.check_task
         self._specs = specs
+        self._policies = policies
         self._fleet = fleet
         self._tally = tally
         self._happened = happened
         self._queued = Bell()
-        self._running: dict[tuple[str, str, int], tuple[str, GradingStart]] = {}
+        self._running: dict[tuple[str, str, int], tuple[str, RegradingStart]] = {}
         """By regrade, rollout and try: the worker, and what it was given."""
 
     # -- what the API offers
-    async def begin(self, run_id: str, grader: GraderSpec, key: str | None = None) -> Regrade:
-        """Durable when this returns. With ``key`` the request may be sent again: the regrade of then comes
-        back. Raises ``InvalidInput`` for a grader that the run's tasks can't have, ``Conflict``."""
+    async def begin(
+        self,
+        run_id: str,
+        grader: GraderSpec,
+        key: str | None = None,
+        *,
+        routes: Mapping[str, JudgeRoute] | None = None,
+    ) -> Regrade:
+        """Durable when this returns. The grader may ask ``routes``; None: those that the run has for graders.
+        With ``key`` the request may be sent again: the regrade of then comes back. Raises ``InvalidInput``
+        for a grader that the run's tasks can't have or a route that nothing answers, ``Conflict``."""
         key = checked_key(key)
-        await self._specs.get(run_id)
+        run, _ = await self._specs.get(run_id)
         await self._check(run_id, grader)
+        routes = judge_routes(run) if routes is None else dict(routes)
+        await check_judges(routes, self._policies)
         regrade_id = new_id("reg")
         if key is not None:
             regrade_id = f"reg_{hashlib.sha256(f'{run_id}/{key}'.encode()).hexdigest()[:20]}"
-        made = Regrade(id=regrade_id, run_id=run_id, grader=grader, created_at=self._clock.now())
+        made = Regrade(
+            id=regrade_id, run_id=run_id, grader=grader, routes=routes, created_at=self._clock.now()
+        )
         regrade = await self._store.create_regrade(made)
         self._queued.ring()
         self._happened.ring()
@@ -73,16 +104,16 @@ class Regrades:
 
     async def get(self, regrade_id: str) -> tuple[Regrade, dict[str, int]]:
         """With its gradings by state."""
-        return await self._store.get_regrade(regrade_id), await self._store.grading_counts(regrade_id)
+        return await self._store.get_regrade(regrade_id), await self._store.regrading_counts(regrade_id)
 
     async def of_run(self, run_id: str, *, cursor: str | None, limit: int) -> Page[Regrade]:
         await self._specs.get(run_id)
         return await self._store.list_regrades(run_id, cursor=cursor, limit=limit)
 
-    async def gradings(
-        self, regrade_id: str, *, state: GradingState | None, cursor: str | None, limit: int
-    ) -> Page[Grading]:
-        return await self._store.list_gradings(regrade_id, state=state, cursor=cursor, limit=limit)
+    async def regradings(
+        self, regrade_id: str, *, state: RegradingState | None, cursor: str | None, limit: int
+    ) -> Page[Regrading]:
+        return await self._store.list_regradings(regrade_id, state=state, cursor=cursor, limit=limit)
 
     async def cancel(self, regrade_id: str) -> int:
         """What has not begun is not graded; what runs ends by itself. Returns how many."""
@@ -110,11 +141,11 @@ class Regrades:
     async def _send_due(self) -> float | None:
         """Start what there is room for; returns in how many seconds to look again by itself."""
         while free := sum(self._free().values()):
-            due = await self._store.next_grading_due()
+            due = await self._store.next_regrading_due()
             now = self._clock.now()
             if due is None or due > now:
                 return None if due is None else due - now
-            for start in await self._store.take_gradings(now, min(free, _BATCH)):
+            for start in await self._store.take_regradings(now, min(free, _BATCH)):
                 await self._send(start)
         return None
 
@@ -126,46 +157,79 @@ class Regrades:
                 slots[worker_id] -= 1
         return {worker_id: left for worker_id, left in slots.items() if left > 0}
 
-    async def _send(self, start: GradingStart) -> None:
+    async def _send(self, start: RegradingStart) -> None:
         free = self._free()
         worker_id = max(free, key=lambda each: free[each], default=None)
-        if worker_id is not None and self._executor.send(worker_id, _message(start)):
+        run = await self._run_of(start)
+        if run is None:
+            return
+        if worker_id is not None and self._executor.send(worker_id, _message(start, run)):
             self._running[_try(start)] = (worker_id, start)
             return
-        await self._store.finish_grading(start, None)
+        await self._store.finish_regrading(start, None)
 
     # -- what workers say
-    async def ended(self, worker_id: str, message: GradingEnded) -> None:
+    async def ended(self, worker_id: str, message: RegradingEnded) -> None:
         key = (message.regrade_id, message.rollout_id, message.tries)
         _, start = self._running.get(key, (worker_id, None))
         if start is None:  # of a try that was given up
             return
         await self._settle(start, message.graded())
 
-    async def _settle(self, start: GradingStart, graded: Graded) -> None:
+    async def _settle(self, start: RegradingStart, graded: Graded) -> None:
         again_at = await self._again_at(start, graded)
         kept = None if again_at is not None else graded
-        finish = partial(self._store.finish_grading, start, kept, not_before=again_at or 0.0)
+        asked = await self._asked(start)
+        finish = partial(
+            self._store.finish_regrading,
+            start,
+            kept,
+            not_before=again_at or 0.0,
+            sampled_tokens=sampled_in(asked),
+        )
         taken = await patiently(self._clock, finish)
+        if asked is not None:
+            await self._forget(asked)
         self._running.pop(_try(start), None)
         if taken and kept is not None:
             self._tally.add(f"gradings_{kept.state.value}")
         self._queued.ring()
         self._happened.ring()
 
-    async def _again_at(self, start: GradingStart, graded: Graded) -> float | None:
-        """When to try it again; None when it has ended."""
-        if graded.state is not GradingState.FAILED or not (graded.failure and graded.failure.retryable):
+    async def _asked(self, start: RegradingStart) -> SealedPayload | None:
+        """What models of the routes were asked in a try that is over, by its record."""
+        if not start.routes:
             return None
         try:
-            run, _ = await patiently(self._clock, partial(self._specs.get, start.run_id))
-        except NotFound:  # pruned
+            return await salvaged(self._payloads, start.run_id, start.owner)
+        except RollserveError as error:
+            log.warning("what was sampled for grading %s can't be counted: %s", start.owner, error)
             return None
-        if start.tries >= run.retry.max_attempts:
+
+    async def _forget(self, asked: SealedPayload) -> None:
+        try:
+            await self._payloads.delete([asked.ref])
+        except RollserveError:  # the sweep at the next start removes it
+            log.warning("the record %s of a grading can't be removed", asked.ref)
+
+    async def _again_at(self, start: RegradingStart, graded: Graded) -> float | None:
+        """When to try it again; None when it has ended."""
+        if graded.state is not RegradingState.FAILED or not (graded.failure and graded.failure.retryable):
+            return None
+        run = await self._run_of(start)
+        if run is None or start.tries >= run.retry.max_attempts:
             return None
         retry = run.retry
         wait_s = backoff_s(start.tries, retry.backoff_s, retry.max_backoff_s, jitter=self._jitter())
         return self._clock.now() + wait_s
+
+    async def _run_of(self, start: RegradingStart) -> RunSpec | None:
+        """None once it is pruned."""
+        try:
+            run, _ = await patiently(self._clock, partial(self._specs.get, start.run_id))
+        except NotFound:
+            return None
+        return run
 
     async def lost(self, worker_id: str) -> None:
         """A worker is gone, and what it had is tried again; not for ever, as it may be what ended it."""
@@ -173,19 +237,23 @@ class Regrades:
         failure = Failure(kind=FailureKind.INFRASTRUCTURE, code=WORKER_LOST, message=message)
         for whose, start in list(self._running.values()):
             if whose == worker_id:
-                await self._settle(start, Graded(state=GradingState.FAILED, failure=failure))
+                await self._settle(start, Graded(state=RegradingState.FAILED, failure=failure))
 
 
-def _try(start: GradingStart) -> tuple[str, str, int]:
+def _try(start: RegradingStart) -> tuple[str, str, int]:
     return (start.regrade_id, start.rollout_id, start.tries)
 
 
-def _message(start: GradingStart) -> StartGrading:
+def _message(start: RegradingStart, run: RunSpec) -> StartRegrading:
     task = start.task.model_copy(update={"grader": start.grader})
-    return StartGrading(
+    routes = {name: route.route() for name, route in start.routes.items()}
+    run = run.model_copy(update={"routes": routes})
+    return StartRegrading(
         regrade_id=start.regrade_id,
+        run_id=start.run_id,
         rollout_id=start.rollout_id,
         tries=start.tries,
+        run_json=run.model_dump_json(exclude=WORKERS_LEAVE_OUT).encode(),
         task_json=task.model_dump_json().encode(),
         attempt_json=start.attempt.model_dump_json().encode(),
     )

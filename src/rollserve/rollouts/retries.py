@@ -8,7 +8,7 @@ from rollserve.backoff import backoff_s
 from rollserve.errors import FailureKind
 from rollserve.records.rollout import Attempt, Failure, RolloutState
 from rollserve.records.run import RunSpec
-from rollserve.store.base import Finish
+from rollserve.store.values import Finish
 
 FREE_LOSSES = 5
 """Losses of its worker that are not held against a rollout; a task that kills its worker each time

@@ -18,11 +18,14 @@ from rollserve.rollouts.control import check_spec
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.routes import check_routes
 from rollserve.rollouts.templates import Templates
-from rollserve.store.base import Bin, Page
+from rollserve.store.values import Bin, Page
 from rollserve.webhooks import check_secret
 
 _MAX_KEY = 200
 _CLOSED = "the run was closed"
+
+WORKERS_LEAVE_OUT = {"source", "callback"}
+"""Of a run's specification: nothing to a worker."""
 
 
 def checked_key(key: str | None) -> str | None:
@@ -49,7 +52,7 @@ class RunSpecs:
         known = self._known.get(run_id)
         if known is None:
             spec = (await self._store.get_run(run_id)).spec
-            told = spec.model_dump_json(exclude={"source", "callback"})  # these are nothing to a worker
+            told = spec.model_dump_json(exclude=WORKERS_LEAVE_OUT)
             known = self._known[run_id] = (spec, told.encode())
             while len(self._known) > self._KEPT:
                 self._known.popitem(last=False)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from rollserve.errors import RollserveError
-from rollserve.store.base import PayloadStore, SealedPayload
+from rollserve.store.payload import PayloadStore, SealedPayload
+
+
+def sampled_in(payload: SealedPayload | None) -> int:
+    """Tokens; none are known of one that can't be read back."""
+    return 0 if payload is None else payload.counts.get("sampled_tokens", 0)
 
 
 async def salvaged(payloads: PayloadStore, run_id: str, attempt_id: str) -> SealedPayload | None:

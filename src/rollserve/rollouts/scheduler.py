@@ -16,7 +16,7 @@ from rollserve.executor.base import (
     AttemptEnded,
     BackendReport,
     FromWorker,
-    GradingEnded,
+    RegradingEnded,
     StageChanged,
     StartAttempt,
     WorkerHello,
@@ -35,7 +35,7 @@ from rollserve.rollouts.retries import NOT_SENT, OVERDUE, STRAGGLER, WORKER_LOST
 from rollserve.rollouts.runs import RunSpecs
 from rollserve.rollouts.stops import Stops
 from rollserve.rollouts.tally import Tally
-from rollserve.store.base import Start
+from rollserve.store.values import Start
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class Scheduler:
                 self._fleet.greet(message)
                 self._wake.ring()
                 self._regrades.ring()
-            case GradingEnded():
+            case RegradingEnded():
                 self._spawn(self._regrades.ended(worker_id, message))
             case BackendReport():
                 self._spawn(self._on_backend(message))

@@ -23,12 +23,14 @@ from rollserve.records.run import RunSpec, SourceState, SourceStatus
 from rollserve.records.task import Task
 from rollserve.rollouts.bell import Bell, heard
 from rollserve.rollouts.curriculum import Curriculum
+from rollserve.rollouts.pictures import check_pictures
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.runs import RunSpecs
 from rollserve.rollouts.stops import GroupEnds
 from rollserve.rollouts.taken import Taken
 from rollserve.rollouts.tally import Tally
-from rollserve.store.base import Fed, NewGroup, Supply, TaskLines
+from rollserve.store.task_lines import TaskLines
+from rollserve.store.values import Fed, NewGroup, Supply
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +131,7 @@ class Sources:
                 )
             for index, task in enumerate(spec.source.tasks):
                 await self._check_task(task, f"source.tasks.{index}")
+                await check_pictures(task, spec.policy, self._store, f"source.tasks.{index}")
         return SourceStatus(state=SourceState.RUNNING, position=0, lines=tasks.lines, digest=tasks.digest)
 
     async def _tasks(self, source: TaskSource) -> TaskLines:
@@ -264,7 +267,7 @@ class Sources:
         place = taken.next
         index = reading.index(place, source.shuffle_seed)
         try:
-            task = await self._task(reading.tasks, index)
+            task = await self._task(reading.tasks, index, spec.policy)
         except InvalidInput as error:
             self._broken(reading, source, taken, error.message)
             return
@@ -286,12 +289,13 @@ class Sources:
             taken.state = SourceState.FAILED
             taken.detail = f"no line is a task that can be run; the last one: {what}"
 
-    async def _task(self, tasks: TaskLines, index: int) -> Task:
+    async def _task(self, tasks: TaskLines, index: int, policy: str) -> Task:
         """Raises ``InvalidInput`` that says where."""
         where, line = await asyncio.to_thread(tasks.read, index)
         try:
             task = await asyncio.to_thread(Task.model_validate_json, line)
             await self._check_task(task, "")
+            await check_pictures(task, policy, self._store, "")
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             field_name = ".".join(str(part) for part in first["loc"])

@@ -18,7 +18,7 @@ from rollserve.records.policy import Policy
 from rollserve.records.rollout import Group, Rollout
 from rollserve.records.run import RunSpec
 from rollserve.records.sample import Sample, TokenReport
-from rollserve.store.base import Handed
+from rollserve.store.values import Handed
 
 TOO_OLD = "too_old"
 """Among the reasons why sampled tokens are not trained."""

@@ -16,7 +16,7 @@ from rollserve.rollouts.events import EventFeed
 from rollserve.rollouts.fleet import Fleet
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.tally import LoopLag, Tally
-from rollserve.store.base import Bin, Page
+from rollserve.store.values import Bin, Page
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class Status:
                     self._queued = await self._store.count_queued()
                     listed = await self._store.list_backends(limit=self._MOST)
                     policies = await self._store.list_policies(limit=self._MOST)
-                    self._callbacks = await self._store.count_messages()
+                    self._callbacks = await self._store.count_callback_messages()
                     self._bins = await self._store.run_bins(None)
                     self._backends = [_described(backend) for backend in listed.items]
                     self._policies = _policies(policies.items, listed)

@@ -10,7 +10,7 @@ from rollserve.rollouts.bell import Bell, Bells
 from rollserve.rollouts.board import Board, Running
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.tally import Tally
-from rollserve.store.base import Stopped
+from rollserve.store.values import Stopped
 
 
 class Stops:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rollserve.records.run import SourceState
-from rollserve.store.base import NewGroup
+from rollserve.store.values import NewGroup
 
 
 @dataclass(slots=True)

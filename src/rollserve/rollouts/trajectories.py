@@ -9,7 +9,7 @@ from rollserve.records.rollout import Attempt
 from rollserve.rollouts.delivery import SampleMaker
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.staleness import FinishedRollout
-from rollserve.store.base import AttemptPayload
+from rollserve.store.payload import AttemptPayload
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

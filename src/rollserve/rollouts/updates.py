@@ -13,15 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from collections.abc import Set as AnySet
-from contextlib import asynccontextmanager
 from functools import partial
 
-from rollserve.backend.control import Control
 from rollserve.errors import (
-    BackendError,
-    BackendUnavailable,
     Conflict,
     InvalidInput,
     LeaseLost,
@@ -33,7 +27,9 @@ from rollserve.errors import (
 from rollserve.records.base import new_id
 from rollserve.records.policy import Backend, BackendState, Policy
 from rollserve.records.update import Canary, UpdateMode, UpdateState, WeightUpdate
-from rollserve.rollouts.canary import Judgement, canary_ids, judge, judge_restored, score_all
+from rollserve.rollouts.canary import Judgement
+from rollserve.rollouts.engines import Engines
+from rollserve.rollouts.fencing import Fencing, fitting_ids
 from rollserve.rollouts.fleet import Fleet
 from rollserve.rollouts.pages import every
 from rollserve.rollouts.patience import patiently
@@ -48,9 +44,6 @@ LOOK_EVERY_S = 1.0
 TELL_EVERY_S = 10.0
 """For engines that did not hear that they may go on."""
 
-STEP_S = 0.05
-"""Between looks at whether the workers' calls have ended."""
-
 
 class Updates:
     """``run`` until cancelled; ``close`` ends what runs in the background."""
@@ -60,7 +53,8 @@ class Updates:
         self._store = ports.store
         self._clock = ports.clock
         self._policies = policies
-        self._fleet = fleet
+        self._engines = Engines(ports, policies, fleet)
+        self._fencing = Fencing(ports, policies)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._pausing: dict[str, asyncio.Task[None]] = {}
         self._tell_at: dict[str, float] = {}
@@ -80,31 +74,12 @@ class Updates:
             backends = await self._policies.registered(name)
             if not any(backend.state is not BackendState.DRAINING for backend in backends):
                 raise Conflict(f"policy {name!r} has no backends to update", field="backends")
-            checked, warnings = await self._checked(backends, mode)
+            checked, warnings = await self._engines.able(backends, mode)
             update = self._made(policy, mode, lease_s, checked, warnings)
             await self._store.set_policy_update(name, update)
             await self._policies.tell(name)
             self._start_pausing(update)
             return update
-
-    async def _checked(
-        self, backends: Sequence[Backend], mode: UpdateMode
-    ) -> tuple[list[Backend], list[str]]:
-        """Those that answer, and what the trainer should know. One that does not answer is left out: it has
-        to prove its weights at the commit."""
-        able: list[Backend] = []
-        words: list[str] = []
-        for backend in backends:
-            async with self._control(backend) as control:
-                try:
-                    words.append(await control.check(mode))
-                except BackendUnavailable as error:
-                    words.append(f"backend {backend.id} does not answer: {error.message}")
-                else:
-                    able.append(backend)
-        if not able:
-            raise Conflict(f"no backend answers: {'; '.join(words)}", field="backends")
-        return able, [word for word in words if word]
 
     def _made(
         self, policy: Policy, mode: UpdateMode, lease_s: float, backends: list[Backend], words: list[str]
@@ -121,7 +96,7 @@ class Updates:
             from_version=policy.version,
             weights=policy.weights,
             backends=[backend.id for backend in backends],
-            canary_ids=_canary_ids(backends) if wanted else [],
+            canary_ids=fitting_ids(backends) if wanted else [],
             detail="; ".join(words),
         )
 
@@ -170,13 +145,13 @@ class Updates:
             _check_open(known)
             label = label or str(version)
             self._check_commit(policy, known, version, label, figures)
-            told = await self._announced(known, label, adapter_path)
-            judgement = await self._judge(policy, version, figures)
+            told = await self._engines.announce(known, label, adapter_path)
+            judgement = await self._fencing.judge(policy, version, figures)
             done = known.model_copy(
                 update={"state": UpdateState.COMMITTED, "version": version, "label": label}
             )
             policy = await self._store.commit_policy_update(name, done, _canary(judgement))
-            await self._fence(name, judgement, absent=set(known.backends) - told, of=known)
+            await self._fencing.fence(name, judgement, absent=set(known.backends) - told, of=known)
             await self._resumed(done, told)
             return await self._policies.tell(name)
 
@@ -207,14 +182,14 @@ class Updates:
             policy = await self._policies.set_version(name, version, label)
             if policy.weights == before.weights:
                 return policy
-            judgement = await self._judge(policy, version, None)
+            judgement = await self._fencing.judge(policy, version, None)
             if judgement is None or judgement.undecided or not judgement.canary.backends:
                 return policy
             await self._store.set_policy_canary(name, judgement.canary)
-            await self._fence(name, judgement)
+            await self._fencing.fence(name, judgement)
             return await self._policies.tell(name)
 
-    # ── engines
+    # ── the pause
 
     def _start_pausing(self, update: WeightUpdate) -> None:
         task = asyncio.create_task(self._pause(update), name=f"pause {update.policy}")
@@ -225,7 +200,7 @@ class Updates:
         """Until every backend is paused; those that don't answer are left out. Ends the update where that
         can't be done."""
         try:
-            paused = await self._paused(update)
+            paused = await self._engines.pause(update)
         except RollserveError as error:
             async with self._locks[update.policy]:
                 current = (await self._store.get_policy(update.policy)).update
@@ -239,76 +214,6 @@ class Updates:
             ready = current.model_copy(update={"state": UpdateState.READY, "backends": paused})
             await patiently(self._clock, partial(self._store.set_policy_update, update.policy, ready))
         await self._policies.tell(update.policy)
-
-    async def _paused(self, update: WeightUpdate) -> list[str]:
-        backends = [b for b in await self._policies.registered(update.policy) if b.id in update.backends]
-        found = await asyncio.gather(*(self._pause_one(backend, update) for backend in backends))
-        paused = [backend.id for backend, fine in zip(backends, found, strict=True) if fine]
-        if not paused:
-            raise BackendUnavailable("no backend answered", operation="update.pause")
-        return paused
-
-    async def _pause_one(self, backend: Backend, update: WeightUpdate) -> bool:
-        """False when the server does not answer."""
-        async with self._control(backend) as control:
-            if update.mode is not UpdateMode.KEEP and not control.waits:
-                while not self._fleet.quiet(backend.id, update.id):
-                    await self._clock.sleep(STEP_S)
-            try:
-                await control.pause(update.mode, max(1.0, update.expires_at - self._clock.now()))
-            except BackendUnavailable as error:
-                log.warning("backend %s can't be paused: %s", backend.id, error)
-                return False
-        return True
-
-    async def _announced(self, update: WeightUpdate, label: str, adapter_path: str | None) -> set[str]:
-        """Label and empty cache, then on; the backends that have heard it."""
-        backends = [b for b in await self._policies.registered(update.policy) if b.id in update.backends]
-        if adapter_path is not None and (whole := [b for b in backends if b.info.adapter_of is None]):
-            message = f"{whole[0].spec.url} serves the policy as a whole model, and no adapter"
-            raise InvalidInput(message, field="adapter_path")
-
-        async def tell(control: Control) -> None:
-            await control.announce(label, adapter_path)
-            await control.resume()
-
-        failed = await self._each(backends, tell)
-        told = {backend.id for backend in backends if backend.id not in failed}
-        if not told:
-            raise BackendUnavailable(
-                f"no backend could be told: {'; '.join(failed.values()) or 'all are gone'}",
-                operation="update.commit",
-            )
-        return told
-
-    async def _each(
-        self, backends: Sequence[Backend], ask: Callable[[Control], Awaitable[None]]
-    ) -> dict[str, str]:
-        """All at once; why each of the others did not."""
-
-        async def one(backend: Backend) -> str | None:
-            async with self._control(backend) as control:
-                try:
-                    await ask(control)
-                except BackendError as error:
-                    log.warning("backend %s: %s", backend.id, error)
-                    return error.message
-            return None
-
-        found = await asyncio.gather(*(one(backend) for backend in backends))
-        return {backend.id: why for backend, why in zip(backends, found, strict=True) if why is not None}
-
-    @asynccontextmanager
-    async def _control(self, backend: Backend) -> AsyncIterator[Control]:
-        adapter = None
-        if backend.info.adapter_of is not None:
-            adapter = (await self._store.get_policy(backend.policy)).spec.model
-        shared_with = await self._policies.shared_with(backend)
-        control = self._ports.open_control(backend.spec, shared_with, adapter)
-        try:
-            yield control
-        finally:
-            await control.close()
 
     # ── the end of an update
 
@@ -324,17 +229,15 @@ class Updates:
         await patiently(self._clock, partial(store.set_policy_update, update.policy, over))
         log.warning("update %s of %s is %s: %s", update.id, update.policy, state.value, detail)
         over = await self._go_on(over)
-        judgement = await self._restored(update)
+        judgement = await self._fencing.restored(update)
         if judgement is not None:
             await patiently(self._clock, partial(store.set_policy_canary, update.policy, judgement.canary))
-            await self._fence(update.policy, judgement)
+            await self._fencing.fence(update.policy, judgement)
         await self._policies.tell(update.policy)
         return over
 
     async def _go_on(self, update: WeightUpdate) -> WeightUpdate:
-        backends = [b for b in await self._policies.registered(update.policy) if b.id in update.backends]
-        failed = await self._each(backends, lambda control: control.resume())
-        return await self._resumed(update, {b.id for b in backends if b.id not in failed})
+        return await self._resumed(update, await self._engines.resume(update))
 
     async def _resumed(self, update: WeightUpdate, told: set[str]) -> WeightUpdate:
         """Remember whether all have heard it: ``run`` asks the others again, as long as they are there."""
@@ -344,68 +247,6 @@ class Updates:
         done = update.model_copy(update={"resumed": True})
         await patiently(self._clock, partial(self._store.set_policy_update, update.policy, done))
         return done
-
-    # ── canary
-
-    async def _judge(self, policy: Policy, version: int, figures: list[float] | None) -> Judgement | None:
-        """None without canary. Raises ``Conflict`` where only figures could tell who is right."""
-        settings = self._ports.settings.backends
-        if not settings.canary:
-            return None
-        scores = await self._scores(policy)
-        before = policy.canary
-        judgement = judge(
-            version,
-            scores,
-            figures=figures,
-            previous=before if before is not None and before.version != version else None,
-            tolerance=settings.canary_tolerance,
-            at=self._clock.now(),
-        )
-        if judgement.undecided and policy.update is not None and policy.update.open:
-            raise Conflict(judgement.canary.detail, field="canary")
-        return judgement
-
-    async def _restored(self, update: WeightUpdate) -> Judgement | None:
-        settings = self._ports.settings.backends
-        policy = await self._store.get_policy(update.policy)
-        if not settings.canary or policy.canary is None or policy.canary.version != policy.version:
-            return None
-        scores = await self._scores(policy)
-        return judge_restored(
-            policy.canary, scores, tolerance=settings.canary_tolerance, at=self._clock.now()
-        )
-
-    async def _scores(self, policy: Policy) -> dict[str, list[float] | str]:
-        backends = [
-            backend
-            for backend in await self._policies.registered(policy.spec.name)
-            if backend.state in (BackendState.ACTIVE, BackendState.FENCED)
-        ]
-        ids = _canary_ids(backends)
-        return dict(await score_all(backends, policy.spec.model, ids, self._ports.open_backend))
-
-    async def _fence(
-        self,
-        name: str,
-        judgement: Judgement | None,
-        *,
-        absent: AnySet[str] = frozenset(),
-        of: WeightUpdate | None = None,
-    ) -> None:
-        """Fence off backends that serve other weights, or were away during the update and did not prove
-        theirs; let those back that have proved them."""
-        wrong = dict(judgement.wrong) if judgement is not None else {}
-        right = judgement.right if judgement is not None else set()
-        for backend in await self._policies.registered(name):
-            away = of is not None and (backend.id in absent or backend.state is BackendState.FAILED)
-            if away and backend.id not in right:
-                wrong.setdefault(backend.id, "it was away while the weights were updated")
-            if backend.id in wrong:
-                log.error("backend %s of %s is fenced off: %s", backend.id, name, wrong[backend.id])
-                await self._policies.fence(backend.id, wrong[backend.id])
-            elif backend.id in right and backend.state is BackendState.FENCED:
-                await self._policies.fence(backend.id, None)
 
     # ── life
 
@@ -470,12 +311,6 @@ def _open(policy: Policy, update_id: str) -> WeightUpdate:
 def _check_open(update: WeightUpdate) -> None:
     if not update.open:
         raise LeaseLost(f"update {update.id} is {update.state.value}: {update.detail or 'it is over'}")
-
-
-def _canary_ids(backends: Sequence[Backend]) -> list[int]:
-    """That fit the shortest context."""
-    contexts = [b.info.context_tokens for b in backends if b.info.context_tokens is not None]
-    return canary_ids(min(contexts, default=None))
 
 
 def _canary(judgement: Judgement | None) -> Canary | None:

@@ -19,29 +19,29 @@ from rollserve.executor.base import (
     AttemptEnded,
     CancelAttempt,
     FromWorker,
-    GradingEnded,
     PolicyView,
+    RegradingEnded,
     Shutdown,
     StageChanged,
     StartAttempt,
-    StartGrading,
+    StartRegrading,
     ToWorker,
     WorkerHello,
     WorkerStats,
 )
-from rollserve.records.regrade import Graded, GradingState
+from rollserve.records.regrade import Graded, RegradingState
 from rollserve.records.rollout import Attempt, Failure, RolloutState, Stage
 from rollserve.rollouts import vitals
 from rollserve.rollouts.attempt import AttemptRunner
 from rollserve.rollouts.clock import Cancellable, Deadline
-from rollserve.rollouts.grading import StoredGrading
 from rollserve.rollouts.outcome import never_started
+from rollserve.rollouts.regrading import RegradingRunner
 from rollserve.rollouts.stages import StagePools, StageSlots
 from rollserve.rollouts.tally import LoopLag
 from rollserve.rollouts.warm import WarmRuntime
 from rollserve.rollouts.worker_ports import WorkerPorts
 from rollserve.sandbox.base import Sandbox
-from rollserve.store.base import Segment
+from rollserve.store.payload import Segment
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Worker:
         self._counters: dict[str, float] = {}
         self._lag = LoopLag()
         self._attempts: set[asyncio.Task[None]] = set()
-        self._gradings: set[asyncio.Task[None]] = set()
+        self._regradings: set[asyncio.Task[None]] = set()
         self._chores: set[asyncio.Task[None]] = set()
         self._usable: list[str] = []
         self._send_now: Send | None = None
@@ -131,7 +131,7 @@ class Worker:
             runner.abandon()
         if self._attempts:
             await asyncio.wait(list(self._attempts))
-        for ours in (list(self._gradings), list(self._chores)):  # the former may leave some of the latter
+        for ours in (list(self._regradings), list(self._chores)):  # the former may leave some of the latter
             for task in ours:
                 task.cancel()
             await asyncio.gather(*ours, return_exceptions=True)
@@ -157,8 +157,8 @@ class Worker:
                 self._ports.gateway.update_policy(message)
             case AckAttempt():
                 self._acknowledged(message)
-            case StartGrading():
-                self._own(self._gradings, self._grade(message), message.owner)
+            case StartRegrading():
+                self._own(self._regradings, self._grade(message), message.owner)
             case Shutdown():
                 if not self.shutdown.done():
                     self.shutdown.set_result(message.grace_s)
@@ -186,17 +186,17 @@ class Worker:
         self._runners[start.attempt_id] = runner
         self._own(self._attempts, self._run(start, runner), start.attempt_id)
 
-    async def _grade(self, start: StartGrading) -> None:
+    async def _grade(self, start: StartRegrading) -> None:
         """A grading that breaks is told as failed; one that is cancelled is not told at all."""
         try:
-            grading = StoredGrading(start, ports=self._ports, pools=self._pools, observer=self)
-            graded = await grading.run()
+            runner = RegradingRunner(start, ports=self._ports, pools=self._pools, observer=self)
+            graded = await runner.run()
         except Exception as error:  # an edge: a bug of ours must not leave a grading stuck
             logger.exception("grading %s broke", start.owner)
-            graded = Graded(state=GradingState.FAILED, failure=_broken(error, "regrade"))
+            graded = Graded(state=RegradingState.FAILED, failure=_broken(error, "regrade"))
         self.count("gradings")
         self.send(
-            GradingEnded(
+            RegradingEnded(
                 regrade_id=start.regrade_id,
                 rollout_id=start.rollout_id,
                 tries=start.tries,

@@ -16,7 +16,7 @@ from rollserve.records.rollout import Stage
 from rollserve.records.task import AgentSpec, GraderSpec, Task
 from rollserve.rollouts.clock import Clock, SystemClock
 from rollserve.sandbox.base import Runtime, Sandbox
-from rollserve.store.base import PayloadStore
+from rollserve.store.payload import PayloadStore
 
 
 class AgentCatalog(Protocol):
@@ -46,6 +46,15 @@ class ServeSession(Protocol):
     def __call__(self, session: Session, sock: socket.socket) -> AbstractAsyncContextManager[str]:
         """Serve a session, and no other, on a socket that listens inside its sandbox; what is entered is
         its base URL there. Leaving ends its connections and closes the socket."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionAddress:
+    """Where sandboxes elsewhere reach this worker's sessions: ``url`` without a path; ``authority`` (PEM) is
+    what they are to trust there beside what they do anyway."""
+
+    url: str
+    authority: bytes = b""
 
 
 class OpenNetwork(Protocol):
@@ -78,7 +87,8 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPorts:
-    """``runtimes`` by name; ``default_runtime`` is used where a task names none."""
+    """``runtimes`` by name; ``default_runtime`` is used where a task names none. ``session_addresses`` are of
+    those whose sandboxes reach their session over a network; the others get a socket inside."""
 
     runtimes: Mapping[str, Runtime]
     default_runtime: str
@@ -89,6 +99,7 @@ class WorkerPorts:
     open_toolbox: OpenToolbox
     serve_session: ServeSession
     open_network: OpenNetwork
+    session_addresses: Mapping[str, SessionAddress] = field(default_factory=dict)
     clock: Clock = field(default_factory=SystemClock)
     bounds: Bounds = field(default_factory=Bounds)
 

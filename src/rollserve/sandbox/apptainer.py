@@ -48,7 +48,8 @@ from rollserve.sandbox.pace import HostPace
 from rollserve.sandbox.removal import remove_tree
 from rollserve.sandbox.rootfs import Rootfs, rootfs_of
 from rollserve.sandbox.roster import Roster
-from rollserve.sandbox.shell import Launch, Shell, wire
+from rollserve.sandbox.shell import Shell
+from rollserve.sandbox.wires import Launch, wire
 from rollserve.sandbox.worker_folder import WorkerFolder, left_over
 
 MARKER = "ROLLSERVE_SANDBOX"

@@ -17,7 +17,7 @@ import msgspec
 WORKDIR = "/workspace"
 STANDARD_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-Ability = Literal["listen", "connect", "snapshot"]
+Ability = Literal["listen", "connect", "snapshot", "dial"]
 
 
 def exports(env: Mapping[str, str]) -> str:
@@ -91,7 +91,8 @@ class ConsoleState(msgspec.Struct, frozen=True, kw_only=True):
 class RuntimeReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a runtime can do on this machine. ``enforces`` names the fields of ``SandboxLimits`` that hold
     for a sandbox as a whole, ``per_process`` those that hold for each of its processes or files by itself.
-    ``can`` names the calls of ``Sandbox`` that not every runtime has."""
+    ``can`` names the calls of ``Sandbox`` that not every runtime has; and ``dial`` where what is inside
+    reaches an address of a network, by which it comes to its session as others do by ``listen``."""
 
     name: str
     usable: bool

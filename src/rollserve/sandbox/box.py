@@ -11,14 +11,15 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import PurePosixPath
 from typing import TypeVar
 
-from rollserve.cancelling import uninterrupted
+from rollserve.cancelling import failed, uninterrupted
 from rollserve.errors import InvalidInput, NotFound, SandboxError, TooLarge
 from rollserve.sandbox import processes
 from rollserve.sandbox.base import ExecResult, SandboxSpec, exports
 from rollserve.sandbox.console import ShellConsole
 from rollserve.sandbox.program import ShellProgram, Started
 from rollserve.sandbox.script import Dialect, command_text, inner_supervisor, quote
-from rollserve.sandbox.shell import Outcome, Shell, Wires
+from rollserve.sandbox.shell import Outcome, Shell
+from rollserve.sandbox.wires import Wires
 
 G = TypeVar("G", ShellProgram, ShellConsole)
 
@@ -295,7 +296,7 @@ class ShellSandbox:
         await asyncio.shield(self._begin_close("it was closed"))
 
     def _begin_close(self, reason: str) -> asyncio.Task[None]:
-        if self._closing is None or _failed(self._closing):
+        if self._closing is None or failed(self._closing):
             if self._ttl is not None:
                 self._ttl.cancel()
             for shut in (self._shell.shut, *(guest.shut for guest in self._guests.values())):
@@ -376,11 +377,6 @@ def _drop_sockets(making: asyncio.Task[list[socket.socket]]) -> None:
     if not making.cancelled() and making.exception() is None:
         for sock in making.result():
             sock.close()
-
-
-def _failed(task: asyncio.Task[None]) -> bool:
-    """A close that failed is tried again by the next."""
-    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def workdir_path(path: str, workdir: str) -> str:

@@ -46,8 +46,9 @@ from rollserve.sandbox.images.snapshot import snapshotted
 from rollserve.sandbox.nested import first_child, listen, members, sockets, stop_nested
 from rollserve.sandbox.rootfs import Rootfs, rootfs_of
 from rollserve.sandbox.roster import Roster
-from rollserve.sandbox.shell import Launch, Shell, wire
+from rollserve.sandbox.shell import Shell
 from rollserve.sandbox.snapshot import copy_written
+from rollserve.sandbox.wires import Launch, wire
 
 NOBODY = 65534
 _WORK_LIMITS = SandboxLimits(memory_mb=16384, processes=4096, file_mb=4096, disk_mb=16384)

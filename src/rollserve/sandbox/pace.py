@@ -6,11 +6,12 @@ The kernel lets go of a lock when its process ends in any way, so no place is ev
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+
+from rollserve.sandbox.locking import holding
 
 _PAUSE_S = 0.02
 
@@ -37,17 +38,11 @@ class HostPace:
         self._folder.mkdir(parents=True, exist_ok=True)
         while True:
             for number in range(self._at_once):
-                lock = _try(self._folder / f"start-{number}")
+                lock = holding(_opened(self._folder / f"start-{number}"))
                 if lock is not None:
                     return lock
             await asyncio.sleep(_PAUSE_S)
 
 
-def _try(path: Path) -> int | None:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        return None
-    return lock
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

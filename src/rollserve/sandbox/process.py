@@ -27,7 +27,8 @@ from rollserve.sandbox.base import STANDARD_PATH, WORKDIR, RuntimeReport, Sandbo
 from rollserve.sandbox.box import ShellSandbox, workdir_path
 from rollserve.sandbox.removal import remove_tree
 from rollserve.sandbox.roster import Roster
-from rollserve.sandbox.shell import Launch, Shell, wire
+from rollserve.sandbox.shell import Shell
+from rollserve.sandbox.wires import Launch, wire
 from rollserve.sandbox.worker_folder import WorkerFolder, left_over
 
 MARKER = "ROLLSERVE_SANDBOX"

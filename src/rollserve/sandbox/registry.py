@@ -40,6 +40,9 @@ FROM_IMAGES = frozenset({"apptainer", "bubblewrap", "docker", "podman"})
 ON_HOST = frozenset({"bubblewrap", "process"})
 """Those whose image ``host`` has this machine's programs."""
 
+ELSEWHERE = frozenset({"kubernetes", "remote"})
+"""Those whose sandboxes are on other machines."""
+
 _TAKES = MappingProxyType(
     {
         "apptainer": ("images", "cgroup", "apptainer"),

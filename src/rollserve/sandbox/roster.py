@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from rollserve.errors import SandboxError
-from rollserve.sandbox.base import SandboxSpec
+from rollserve.sandbox.base import Sandbox, SandboxSpec
 from rollserve.sandbox.box import ShellSandbox
 
 
@@ -35,9 +35,12 @@ class Roster:
 
     async def close(self) -> None:
         self._closed = True
-        ends = await asyncio.gather(
-            *(sandbox.close() for sandbox in list(self._open.values())), return_exceptions=True
-        )
-        for end in ends:
-            if isinstance(end, BaseException):
-                raise end
+        await close_all(self._open.values())
+
+
+async def close_all(sandboxes: Iterable[Sandbox]) -> None:
+    """At once, each whatever becomes of the others; raises what the first of them raised."""
+    ends = await asyncio.gather(*(sandbox.close() for sandbox in list(sandboxes)), return_exceptions=True)
+    for end in ends:
+        if isinstance(end, BaseException):
+            raise end

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from rollserve.sandbox.locking import holding
 from rollserve.sandbox.removal import remove_tree
 
 
@@ -69,9 +70,4 @@ def _taken(folder: Path) -> int | None:
         lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        return None
-    return lock
+    return holding(lock)

@@ -1,5 +1,5 @@
-"""The contracts of durable state: the *store* (facts, one transaction each) and the *payload store*
-(calls, log and artifacts of an attempt, in files beside the database).
+"""The contract of durable state: the *store* (facts, one transaction each). What attempts recorded is in the
+*payload store* (``store.payload``).
 
 A method of ``Store`` that returned has been committed. The SQL implementation batches concurrent
 writes into one transaction by one writer; a failing write fails alone. Any method raises ``QueueFull``
@@ -10,211 +10,35 @@ pages of up to ``limit``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Protocol
 
-import msgspec
-from pydantic import SecretStr
-
-from rollserve.records.call import Call
-from rollserve.records.callback import CallbackMessage, CallbackStatus, MessageState
-from rollserve.records.control import GroupRule
+from rollserve.records.callback import CallbackMessage, CallbackMessageState, CallbackStatus
 from rollserve.records.delivery import Checkpoint, Lease
 from rollserve.records.evaluation import Outcome
 from rollserve.records.event import Event
 from rollserve.records.policy import Backend, Policy, TemplateFinding
-from rollserve.records.regrade import Graded, Grading, GradingState, Regrade
+from rollserve.records.regrade import Graded, Regrade, Regrading, RegradingState
 from rollserve.records.rollout import Attempt, Group, Rollout, RolloutState
-from rollserve.records.run import Run, RunState, SourceState, SourceStatus
-from rollserve.records.task import GraderSpec, Task
+from rollserve.records.run import Run, RunState, SourceStatus
 from rollserve.records.update import Canary, WeightUpdate
-
-T = TypeVar("T")
-
-
-class Page(msgspec.Struct, Generic[T], frozen=True):
-    """``next`` is the cursor of the page after this one, None on the last."""
-
-    items: list[T]
-    next: str | None = None
-
-
-class NewGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A group to be submitted; ``key`` is its idempotency key (unique per run). ``request_size`` is how
-    many groups were submitted with it: the key stands for a request of that size."""
-
-    task: Task
-    num_rollouts: int
-    key: str | None = None
-    request_size: int = 1
-    rule: GroupRule = GroupRule()
-    source_seq: int | None = None
-
-
-class Bin(msgspec.Struct, frozen=True, kw_only=True):
-    """``count`` of attempts, rollouts or groups, with what they sampled."""
-
-    count: int
-    tokens: int = 0
-
-
-class Stopped(msgspec.Struct, frozen=True, kw_only=True):
-    """What the end of groups led to: groups that entered the log by run, how many ended without a place
-    there (``left``), whether one waits to be judged, or for earlier ones (``held``), and rollouts that ended
-    while they ran: their workers are to be told."""
-
-    finished: dict[str, int] = {}
-    left: int = 0
-    judging: bool = False
-    held: bool = False
-    running: list[Rollout] = []
-
-
-class Handed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a delivery found out of an attempt in it: how many versions its oldest trained token is
-    behind, whether its samples were left out for that, and how many of its sampled tokens are ``trained``,
-    or would be if they were not too old (``masked``)."""
-
-    attempt_id: str
-    staleness: int | None = None
-    dropped: bool = False
-    trained: int = 0
-    masked: int = 0
-
-
-class Fed(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of a run's task source, from ``position`` to ``next``: ``groups`` (those whose place has a
-    group already are not made again), ``broken`` lines that were skipped, and its state then."""
-
-    position: int
-    next: int
-    groups: list[NewGroup]
-    broken: list[str] = []
-    state: SourceState = SourceState.RUNNING
-    detail: str = ""
-
-
-class SourceResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A group of a source that has ended: its place there, and what its usable rollouts earned."""
-
-    place: int
-    metadata: dict[str, Any]
-    rewards: list[float]
-    state: str
-    filtered_by: str | None = None
-
-
-class Supply(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides on how many groups a source has to give: ``good`` groups (in the log and worth
-    training) since ``base_version``, and the policy's ``version``."""
-
-    source: SourceStatus
-    version: int
-    base_version: int
-    open: int
-    undelivered: int
-    good: int
-
-
-class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout taken from the queue: its new epoch is already committed."""
-
-    rollout: Rollout
-    attempt_id: str
-    task: Task
-    rule: GroupRule = GroupRule()
-
-
-class Finish(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of an attempt. ``target`` is the rollout's next state: final, or ``QUEUED`` for another
-    try not before ``not_before`` (seconds since the epoch); ``counts_as_try`` is False where the
-    interruption is not held against it (server restart, worker lost)."""
-
-    attempt: Attempt
-    target: RolloutState
-    not_before: float = 0.0
-    counts_as_try: bool = True
-
-
-class GradingStart(msgspec.Struct, frozen=True, kw_only=True):
-    """A grading taken from the queue: of ``attempt``, which did ``task``, by ``grader``."""
-
-    regrade_id: str
-    run_id: str
-    rollout_id: str
-    tries: int
-    grader: GraderSpec
-    attempt: Attempt
-    task: Task
-
-
-class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """What a ``Finish`` led to. ``accepted`` False: fenced by a newer epoch or an ended rollout, or the
-    rollout was forgotten (then ``rollout`` is None). A report that comes twice is accepted twice and
-    counted once: its payload stays."""
-
-    accepted: bool
-    rollout: Rollout | None = None
-    group_finished: bool = False
-    others: Stopped = Stopped()
-
-
-class CallbackDue(msgspec.Struct, frozen=True, kw_only=True):
-    """A run whose callback is to be sent something, and when (seconds since the epoch)."""
-
-    run_id: str
-    url: str
-    due_at: float
-
-
-class Outgoing(msgspec.Struct, frozen=True, kw_only=True):
-    """A message on its way: its try is committed. ``message_id`` is what the receiver is told, the same for
-    every try until its trainer is rewound. ``lease`` is of its group, None where it has none."""
-
-    seq: int
-    message_id: str
-    run_id: str
-    type: str
-    url: str
-    secret: SecretStr
-    data: dict[str, Any]
-    lease: Lease | None
-    tries: int
-    created_at: float
-
-
-class TryEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How a try ended. ``PENDING``: another one is due at ``due_at``. ``stop``: the receiver wants nothing
-    any more."""
-
-    state: MessageState
-    due_at: float = 0.0
-    status: int | None = None
-    error: str | None = None
-    stop: bool = False
-
-
-class SealedPayload(msgspec.Struct, frozen=True, kw_only=True):
-    """``ref`` is the payload's address in its store; ``counts`` are those of the attempt, where its
-    worker could not tell them."""
-
-    ref: str
-    size_bytes: int
-    counts: dict[str, int] = {}
-
-    def of(self, attempt: Attempt) -> Attempt:
-        """The attempt, with this as its payload."""
-        update = {"payload": self.ref, "payload_bytes": self.size_bytes}
-        return attempt.model_copy(update=update | ({"counts": self.counts} if self.counts else {}))
-
-
-class TaskLines(Protocol):
-    """The tasks of a source, by index. ``digest`` tells one content from another."""
-
-    lines: int
-    digest: str
-
-    def read(self, index: int) -> tuple[str, bytes]:
-        """Where it stands (``line 17``), and its JSON. Blocks. Raises ``InvalidInput``."""
+from rollserve.store.payload import SealedPayload
+from rollserve.store.values import (
+    Bin,
+    CallbackDue,
+    Fed,
+    Finish,
+    Finished,
+    Handed,
+    NewGroup,
+    Outgoing,
+    Page,
+    RegradingStart,
+    SourceResult,
+    Start,
+    Stopped,
+    Supply,
+    TryEnd,
+)
 
 
 class Store(Protocol):
@@ -223,6 +47,9 @@ class Store(Protocol):
         """Migrate and start the writer."""
 
     async def close(self) -> None: ...
+    async def check_writable(self) -> None:
+        """For free while writes succeed. After one that the database refused (a full disk) it tries another,
+        until one succeeds. Raises ``Unavailable`` with what the database says."""
 
     # -- keys
     async def has_admin_key(self) -> bool: ...
@@ -290,7 +117,8 @@ class Store(Protocol):
 
     async def run_bins(self, run_id: str | None) -> dict[str, dict[str, Bin]]:
         """Histograms of a run, or of all together, by kind and bin: ``tokens`` (what became of every
-        sampled token: all bins together are what was sampled in attempts that have ended), ``staleness``
+        sampled token: all bins together are what was sampled in attempts that have ended, and of re-gradings,
+        whose tries have the bin ``regraded``), ``staleness``
         (rollouts handed over, by versions behind), ``stale_length`` (too old, by episode length),
         ``groups`` (filtered, stopped, carried, …)."""
 
@@ -463,71 +291,87 @@ class Store(Protocol):
     async def callback_dues(self) -> list[CallbackDue]:
         """Of runs whose callback is active: when the first of their messages is due."""
 
-    async def take_message(self, run_id: str, *, ttl_s: float, now: float) -> Outgoing | None:
+    async def take_callback_message(self, run_id: str, *, ttl_s: float, now: float) -> Outgoing | None:
         """The run's message that is due first, its group leased for ``ttl_s``, in one transaction. None when
         none is due, or some were found to need no sending."""
 
-    async def end_message(self, sent: Outgoing, end: TryEnd, *, now: float) -> MessageState | None:
+    async def end_callback_message(
+        self, sent: Outgoing, end: TryEnd, *, now: float
+    ) -> CallbackMessageState | None:
         """A try has ended: its lease is acked or given back in the same transaction. What the message is
         now; None when it was sent back meanwhile by a rewind."""
 
-    async def recover_messages(self, now: float) -> int:
+    async def recover_callback_messages(self, now: float) -> int:
         """At start-up: tries that were on their way are made again. Returns how many."""
 
     async def callback_secret(self, run_id: str) -> str | None: ...
     async def callback_status(self, run_id: str) -> CallbackStatus:
         """Raises ``NotFound`` where the run has none."""
 
-    async def list_messages(
-        self, run_id: str, *, state: MessageState | None = None, cursor: str | None = None, limit: int = 100
+    async def list_callback_messages(
+        self,
+        run_id: str,
+        *,
+        state: CallbackMessageState | None = None,
+        cursor: str | None = None,
+        limit: int = 100,
     ) -> Page[CallbackMessage]:
         """In the order of what they tell of."""
 
-    async def resend_messages(self, run_id: str, ids: Sequence[str] | None, *, now: float) -> int:
+    async def resend_callback_messages(self, run_id: str, ids: Sequence[str] | None, *, now: float) -> int:
         """Dead messages (None: all of the run) are due now, with all their tries; a stopped callback is
         active again. Returns how many."""
 
-    async def count_messages(self) -> dict[str, int]:
+    async def count_callback_messages(self) -> dict[str, int]:
         """Messages of all runs that are ``pending``, ``sending`` or ``dead``, and callbacks that are
         ``stopped``."""
 
     # -- re-grading
     async def create_regrade(self, regrade: Regrade) -> Regrade:
         """With a grading for each rollout of the run that completed, or failed in its grader. The same id
-        again returns the regrade of then; raises ``Conflict`` where its grader is another."""
+        again returns the regrade of then; raises ``Conflict`` where its grader or routes are others."""
 
     async def get_regrade(self, regrade_id: str) -> Regrade: ...
     async def list_regrades(
         self, run_id: str, *, cursor: str | None = None, limit: int = 100
     ) -> Page[Regrade]: ...
-    async def grading_counts(self, regrade_id: str) -> dict[str, int]:
+    async def regrading_counts(self, regrade_id: str) -> dict[str, int]:
         """By state; every state is there."""
 
-    async def list_gradings(
+    async def list_regradings(
         self,
         regrade_id: str,
         *,
-        state: GradingState | None = None,
+        state: RegradingState | None = None,
         cursor: str | None = None,
         limit: int = 100,
-    ) -> Page[Grading]: ...
-    async def gradings_of(self, regrade_id: str, rollout_ids: Sequence[str]) -> dict[str, Grading]:
+    ) -> Page[Regrading]: ...
+    async def regradings_of(self, regrade_id: str, rollout_ids: Sequence[str]) -> dict[str, Regrading]:
         """By rollout; those that the regrade has."""
 
-    async def take_gradings(self, now: float, limit: int) -> list[GradingStart]:
+    async def take_regradings(self, now: float, limit: int) -> list[RegradingStart]:
         """Up to ``limit`` queued gradings that are due; they run then."""
 
-    async def next_grading_due(self) -> float | None:
+    async def next_regrading_due(self) -> float | None:
         """When the earliest queued one is due; None when none is queued."""
 
-    async def finish_grading(
-        self, start: GradingStart, graded: Graded | None, *, not_before: float = 0.0
+    async def finish_regrading(
+        self,
+        start: RegradingStart,
+        graded: Graded | None,
+        *,
+        not_before: float = 0.0,
+        sampled_tokens: int = 0,
     ) -> bool:
-        """The end of a try; ``graded`` None queues it again. False where that try does not run any
-        more."""
+        """The end of a try, in which models of its routes sampled so many tokens; ``graded`` None queues it
+        again. False where that try does not run any more."""
 
-    async def recover_gradings(self) -> int:
-        """At start-up: those that ran are queued again, that try not counted. Returns how many."""
+    async def list_interrupted_regradings(self) -> list[tuple[str, str]]:
+        """Run, and name of the try (``records.regrade.try_name``), of those that ran when the server died."""
+
+    async def recover_regradings(self, sampled_tokens: Mapping[str, int]) -> int:
+        """At start-up: those that ran are queued again, that try not counted, but for what was sampled in
+        it (by its name). Returns how many."""
 
     async def cancel_regrade(self, regrade_id: str) -> int:
         """What has not begun is not graded; returns how many."""
@@ -535,64 +379,3 @@ class Store(Protocol):
     # -- events
     async def list_events(self, *, after: int, limit: int = 500, run_id: str | None = None) -> list[Event]:
         """The methods above append their events in their own transaction."""
-
-
-class EndState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a grader got to see of an attempt beside its calls: the whole answer, and two tar archives of
-    the files carried over (``rollouts.keepsakes``), ``paths`` None where these were not kept."""
-
-    answer: str | None = None
-    paths: tuple[str, ...] | None = None
-    workspace: bytes = b""
-    root: bytes = b""
-
-
-class AttemptPayload(msgspec.Struct, kw_only=True):
-    """All that was kept of an attempt, in the order it happened. ``end`` None: its agent did not come to an
-    end."""
-
-    calls: list[Call] = []
-    log: list[tuple[float, str]] = []
-    artifacts: dict[str, bytes] = {}
-    call_rewards: dict[str, float] = {}
-    end: EndState | None = None
-
-
-class Segment(Protocol):
-    """The live, append-only record of one attempt. ``append_*`` return once the frame is handed to
-    the operating system; a torn last frame is ignored by readers."""
-
-    def append_call(self, call: Call) -> None: ...
-    def append_log(self, line: str) -> None: ...
-    def append_artifact(self, path: str, data: bytes) -> None: ...
-    def append_call_rewards(self, rewards: dict[str, float]) -> None: ...
-    def append_end(self, end: EndState) -> None: ...
-
-    async def seal(self) -> SealedPayload:
-        """Pack, compress, and make durable; the live file is gone afterwards."""
-
-    def leave(self) -> None:
-        """Close it as it stands, for whoever salvages it. Idempotent."""
-
-    def discard(self) -> None:
-        """Drop it (an attempt that never began). Idempotent."""
-
-
-class PayloadStore(Protocol):
-    def open_segment(self, run_id: str, attempt_id: str) -> Segment: ...
-
-    async def read(self, ref: str) -> AttemptPayload:
-        """Raises ``NotFound`` when it was pruned."""
-
-    async def read_live(self, run_id: str, attempt_id: str) -> AttemptPayload:
-        """What a running attempt has recorded so far; empty when nothing."""
-
-    async def salvage(self, run_id: str, attempt_id: str) -> SealedPayload | None:
-        """Seal what an attempt had recorded whose worker is gone; what it had sealed itself stays as it
-        is. None when there is nothing. Raises ``InfrastructureFailure`` when the disk refuses."""
-
-    async def delete(self, refs: Sequence[str]) -> None: ...
-
-    async def sweep(self, known: set[str]) -> int:
-        """At start-up: remove live segments of dead attempts and sealed payloads not in ``known``;
-        returns how many."""

@@ -16,7 +16,7 @@ import numpy as np
 import zstandard
 
 from rollserve.records.call import Call
-from rollserve.store.base import AttemptPayload, EndState
+from rollserve.store.payload import AttemptPayload, EndState
 
 MAGIC = b"RSP1"
 LEVEL = 3

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from rollserve.errors import Conflict, InfrastructureFailure, InvalidInput, NotFound
 from rollserve.records.call import Call
-from rollserve.store.base import AttemptPayload, EndState, SealedPayload
 from rollserve.store.packing import (
     ArtifactFrame,
     CallFrame,
@@ -32,6 +31,7 @@ from rollserve.store.packing import (
     pack,
     unpack,
 )
+from rollserve.store.payload import AttemptPayload, EndState, SealedPayload
 
 LIVE = ".live"
 SEALED = ".rsp"

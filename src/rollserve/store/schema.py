@@ -319,7 +319,7 @@ leases = sa.Table(
     sa.Index(None, "state", "expires_at"),
 )
 
-"""``facts``: what the delivery found out of each attempt in it (``store.base.Handed``)."""
+"""``facts``: what the delivery found out of each attempt in it (``store.values.Handed``)."""
 
 deliveries = sa.Table(
     "deliveries",
@@ -347,7 +347,7 @@ callbacks = sa.Table(
     sa.Column("detail", sa.Text, nullable=False),
 )
 
-messages = sa.Table(
+callback_messages = sa.Table(
     "messages",
     metadata,
     sa.Column("seq", SEQ, primary_key=True, autoincrement=True),
@@ -367,8 +367,8 @@ messages = sa.Table(
     sa.Index(None, "run_id", "state", "due_at"),
     sqlite_autoincrement=True,
 )
-"""The outbox: what is to be sent to callbacks, written with the change that it tells of. ``lease_id`` is
-that of the try on its way."""
+"""The outbox, in the database ``messages``: what is to be sent to callbacks, written with the change that it
+tells of. ``lease_id`` is that of the try on its way."""
 
 regrades = sa.Table(
     "regrades",
@@ -377,11 +377,12 @@ regrades = sa.Table(
     sa.Column("id", ID, nullable=False, unique=True),
     sa.Column("run_id", sa.ForeignKey("runs.id"), nullable=False, index=True),
     sa.Column("grader", sa.Text, nullable=False),
+    sa.Column("routes", sa.Text, nullable=False, server_default="{}"),
     sa.Column("created_at", sa.Double, nullable=False),
     sqlite_autoincrement=True,
 )
 
-gradings = sa.Table(
+regradings = sa.Table(
     "gradings",
     metadata,
     sa.Column("seq", SEQ, primary_key=True, autoincrement=True),
@@ -398,7 +399,8 @@ gradings = sa.Table(
     sa.Index(None, "state", "not_before"),
     sqlite_autoincrement=True,
 )
-"""``before`` is the rollout's own reward when the regrade was begun; ``tries`` fence late ends."""
+"""In the database ``gradings``. ``before`` is the rollout's own reward when the regrade was begun; ``tries``
+fence late ends."""
 
 events = sa.Table(
     "events",

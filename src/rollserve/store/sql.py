@@ -16,33 +16,15 @@ from typing import TypeVar
 import sqlalchemy as sa
 
 from rollserve.errors import Unavailable
-from rollserve.records.callback import CallbackMessage, CallbackStatus, MessageState
+from rollserve.records.callback import CallbackMessage, CallbackMessageState, CallbackStatus
 from rollserve.records.delivery import Checkpoint, Lease
 from rollserve.records.evaluation import Outcome
 from rollserve.records.event import Event
 from rollserve.records.policy import Backend, Policy, TemplateFinding
-from rollserve.records.regrade import Graded, Grading, GradingState, Regrade
+from rollserve.records.regrade import Graded, Regrade, Regrading, RegradingState
 from rollserve.records.rollout import Attempt, Group, Rollout, RolloutState
 from rollserve.records.run import Run, RunState, SourceStatus
 from rollserve.records.update import Canary, WeightUpdate
-from rollserve.store.base import (
-    Bin,
-    CallbackDue,
-    Fed,
-    Finish,
-    Finished,
-    GradingStart,
-    Handed,
-    NewGroup,
-    Outgoing,
-    Page,
-    SealedPayload,
-    SourceResult,
-    Start,
-    Stopped,
-    Supply,
-    TryEnd,
-)
 from rollserve.store.engine import Synchronous, make_engine, prepare_file
 from rollserve.store.migrate import migrate
 from rollserve.store.ops import (
@@ -66,7 +48,25 @@ from rollserve.store.ops import events as event_ops
 from rollserve.store.ops import finish as finish_ops
 from rollserve.store.ops import groups as group_ops
 from rollserve.store.ops.tx import Tx
+from rollserve.store.payload import SealedPayload
 from rollserve.store.readers import READERS, Readers
+from rollserve.store.values import (
+    Bin,
+    CallbackDue,
+    Fed,
+    Finish,
+    Finished,
+    Handed,
+    NewGroup,
+    Outgoing,
+    Page,
+    RegradingStart,
+    SourceResult,
+    Start,
+    Stopped,
+    Supply,
+    TryEnd,
+)
 from rollserve.store.writer import Writer
 
 T = TypeVar("T")
@@ -92,6 +92,8 @@ class SqlStore:
         self._reading: sa.Engine | None = None
         self._writer: Writer | None = None
         self._readers: Readers | None = None
+        self._mended = 0
+        """How many refusals of the writer are over."""
 
     # -- life
 
@@ -103,6 +105,7 @@ class SqlStore:
         await asyncio.to_thread(prepare_file, url)
         await asyncio.to_thread(migrate, self._writing)
         self._readers = Readers()
+        self._mended = 0
         self._writer = Writer(self._writing, event_ops.EventLog(self._keep_events), clock=self._clock)
         self._writer.start()
 
@@ -121,6 +124,14 @@ class SqlStore:
     def write_counts(self) -> tuple[int, int]:
         """Transactions committed, and operations that ran in them."""
         return (0, 0) if self._writer is None else (self._writer.batches, self._writer.operations)
+
+    async def check_writable(self) -> None:
+        if self._writer is None:
+            raise Unavailable("the store is closed")
+        refused = self._writer.refused
+        if refused != self._mended:
+            await self._write(event_ops.try_write)
+            self._mended = refused
 
     async def _write(self, operation: Callable[[Tx], T]) -> T:
         if self._writer is None:
@@ -455,13 +466,15 @@ class SqlStore:
     async def callback_dues(self) -> list[CallbackDue]:
         return await self._read(callbacks.dues)
 
-    async def take_message(self, run_id: str, *, ttl_s: float, now: float) -> Outgoing | None:
+    async def take_callback_message(self, run_id: str, *, ttl_s: float, now: float) -> Outgoing | None:
         return await self._write(lambda tx: callbacks.take(tx, run_id, ttl_s=ttl_s, now=now))
 
-    async def end_message(self, sent: Outgoing, end: TryEnd, *, now: float) -> MessageState | None:
+    async def end_callback_message(
+        self, sent: Outgoing, end: TryEnd, *, now: float
+    ) -> CallbackMessageState | None:
         return await self._write(lambda tx: callbacks.end(tx, sent, end, now=now))
 
-    async def recover_messages(self, now: float) -> int:
+    async def recover_callback_messages(self, now: float) -> int:
         return await self._write(lambda tx: callbacks.recover(tx, now))
 
     async def callback_secret(self, run_id: str) -> str | None:
@@ -470,15 +483,20 @@ class SqlStore:
     async def callback_status(self, run_id: str) -> CallbackStatus:
         return await self._read(lambda conn: callbacks.status(conn, run_id))
 
-    async def list_messages(
-        self, run_id: str, *, state: MessageState | None = None, cursor: str | None = None, limit: int = 100
+    async def list_callback_messages(
+        self,
+        run_id: str,
+        *,
+        state: CallbackMessageState | None = None,
+        cursor: str | None = None,
+        limit: int = 100,
     ) -> Page[CallbackMessage]:
         return await self._read(lambda conn: callbacks.list_messages(conn, run_id, state, cursor, limit))
 
-    async def resend_messages(self, run_id: str, ids: Sequence[str] | None, *, now: float) -> int:
+    async def resend_callback_messages(self, run_id: str, ids: Sequence[str] | None, *, now: float) -> int:
         return await self._write(lambda tx: callbacks.resend(tx, run_id, ids, now=now))
 
-    async def count_messages(self) -> dict[str, int]:
+    async def count_callback_messages(self) -> dict[str, int]:
         return await self._read(callbacks.counts)
 
     # -- re-grading
@@ -494,36 +512,43 @@ class SqlStore:
     ) -> Page[Regrade]:
         return await self._read(lambda conn: regrades.of_run(conn, run_id, cursor, limit))
 
-    async def grading_counts(self, regrade_id: str) -> dict[str, int]:
+    async def regrading_counts(self, regrade_id: str) -> dict[str, int]:
         return await self._read(lambda conn: regrades.counts(conn, regrade_id))
 
-    async def list_gradings(
+    async def list_regradings(
         self,
         regrade_id: str,
         *,
-        state: GradingState | None = None,
+        state: RegradingState | None = None,
         cursor: str | None = None,
         limit: int = 100,
-    ) -> Page[Grading]:
-        return await self._read(lambda conn: regrades.list_gradings(conn, regrade_id, state, cursor, limit))
+    ) -> Page[Regrading]:
+        return await self._read(lambda conn: regrades.list_regradings(conn, regrade_id, state, cursor, limit))
 
-    async def gradings_of(self, regrade_id: str, rollout_ids: Sequence[str]) -> dict[str, Grading]:
+    async def regradings_of(self, regrade_id: str, rollout_ids: Sequence[str]) -> dict[str, Regrading]:
         return await self._read(lambda conn: regrades.of_rollouts(conn, regrade_id, rollout_ids))
 
-    async def take_gradings(self, now: float, limit: int) -> list[GradingStart]:
+    async def take_regradings(self, now: float, limit: int) -> list[RegradingStart]:
         return await self._write(lambda tx: regrades.take(tx, now, limit))
 
-    async def next_grading_due(self) -> float | None:
+    async def next_regrading_due(self) -> float | None:
         return await self._read(regrades.next_due)
 
-    async def finish_grading(
-        self, start: GradingStart, graded: Graded | None, *, not_before: float = 0.0
+    async def finish_regrading(
+        self,
+        start: RegradingStart,
+        graded: Graded | None,
+        *,
+        not_before: float = 0.0,
+        sampled_tokens: int = 0,
     ) -> bool:
-        whose = (start.regrade_id, start.rollout_id, start.tries)
-        return await self._write(lambda tx: regrades.finish(tx, *whose, graded, not_before))
+        return await self._write(lambda tx: regrades.finish(tx, start, graded, not_before, sampled_tokens))
 
-    async def recover_gradings(self) -> int:
-        return await self._write(regrades.recover)
+    async def list_interrupted_regradings(self) -> list[tuple[str, str]]:
+        return await self._read(regrades.interrupted)
+
+    async def recover_regradings(self, sampled_tokens: Mapping[str, int]) -> int:
+        return await self._write(lambda tx: regrades.recover(tx, sampled_tokens))
 
     async def cancel_regrade(self, regrade_id: str) -> int:
         return await self._write(lambda tx: regrades.cancel(tx, regrade_id))

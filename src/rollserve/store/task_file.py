@@ -30,7 +30,7 @@ def open_task_file(folder: Path | None, name: str) -> TaskFile:
 
 
 class TaskFile:
-    """``rollserve.store.base.TaskLines``. Empty lines are no tasks."""
+    """``rollserve.store.task_lines.TaskLines``. Empty lines are no tasks."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

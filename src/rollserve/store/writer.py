@@ -38,7 +38,7 @@ class _Pending:
 
 class Writer:
     """``clock`` gives seconds since the epoch. ``batches`` counts transactions, ``operations`` what ran
-    in them."""
+    in them, ``refused`` those of the transactions in which the database refused something."""
 
     def __init__(self, engine: sa.Engine, events: EventLog, *, clock: Callable[[], float]) -> None:
         self._engine = engine
@@ -51,6 +51,7 @@ class Writer:
         self._open = False
         self.batches = 0
         self.operations = 0
+        self.refused = 0
 
     def start(self) -> None:
         self._open = True
@@ -125,6 +126,7 @@ class Writer:
             for pending in batch:
                 pending.error = pending.error or _told(error)
         self.batches += 1
+        self.refused += any(isinstance(each.error, _Refused) for each in batch)
         self.operations += len(batch)
 
     def _run_one(self, conn: sa.Connection, pending: _Pending) -> Tx | None:
@@ -151,6 +153,10 @@ class Writer:
                 pending.future.set_result(pending.result)
 
 
+class _Refused(Unavailable):
+    """The database's own trouble."""
+
+
 def _merge(added: Bins, more: Bins) -> None:
     for key, (many, tokens) in more.items():
         before = added.get(key, (0, 0))
@@ -163,10 +169,20 @@ def _rolled_back(conn: sa.Connection) -> bool:
     return getattr(raw, "in_transaction", True) is False
 
 
+def _first(error: sa.exc.OperationalError) -> sa.exc.OperationalError:
+    before: BaseException | None = error
+    while before is not None:
+        error = before if isinstance(before, sa.exc.OperationalError) else error
+        before = before.__context__
+    return error
+
+
 def _told(error: Exception) -> Exception:
-    """What a caller is told: typed errors and bugs as they are, a database's trouble as such."""
+    """What a caller is told: typed errors and bugs as they are, a database's trouble as such: the first of
+    it, since one that undid everything by itself then knows no savepoint."""
     if isinstance(error, sa.exc.OperationalError):
-        told = Unavailable(f"the database can't be written: {error.orig}", retry_after_s=5.0)
+        first = _first(error)
+        told = _Refused(f"the database can't be written: {first.orig}", retry_after_s=5.0)
         told.__cause__ = error
         return told
     return error

@@ -1,7 +1,7 @@
 """Sessions as agents make them, at random: they go on, retry in storms, fork, ask several times at once, run
 sub-agents beside each other, compact, lose their connection, edit the past, and rewrite what the model said
-by habit. Each request is put into a ``Tree`` and into the ``ReferenceTree``, which must agree; and each
-sampled token must be trained once or be left out for a reason.
+by habit; some of what users and tools tell them is an image. Each request is put into a ``Tree`` and into the
+``ReferenceTree``, which must agree; and each sampled token must be trained once or be left out for a reason.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from rollserve.gateway.images import placed
 from rollserve.gateway.lineage import at_record, of_request, without_break
 from rollserve.gateway.node import Match
 from rollserve.gateway.samples import build_samples, left_out, token_report
@@ -28,99 +29,19 @@ from rollserve.records.call import (
     pack_floats,
     pack_ids,
 )
+from rollserve.records.image import Image
 from rollserve.records.rollout import Rollout
 from rollserve.records.run import RunSpec
+from rollserve.testing.agent_lines import SHELL, SPELLINGS, Habit, Line, Said
 from rollserve.testing.tree_reference import ReferenceTree
 
-SHELL: dict[str, Any] = {
-    "type": "function",
-    "function": {"name": "shell", "parameters": {"properties": {"all": {"default": False}}}},
-}
 _WORDS = ("a", "b", "look", "yes")
-_SPELLINGS = ('{"a": 1, "b": [2]}', '{"b":[2],"a":1}', '{ "a":1, "b":[ 2 ] }')
-
-
-@dataclass(frozen=True)
-class Habit:
-    """How an agent sends back what there was. ``ids`` of calls and marks: kept, dropped, or marks sent."""
-
-    drops_reasoning: bool = False
-    respells: bool = False
-    fills_defaults: bool = False
-    trims: bool = False
-    merges: bool = False
-    splits: bool = False
-    ids: str = "kept"
-
-
-@dataclass(frozen=True)
-class Said:
-    """A reply in an agent's memory."""
-
-    message: Message
-    call_id: str
-
-
-@dataclass
-class Line:
-    """One conversation of an agent: what it remembers, and how it tells it."""
-
-    memory: list[Message | Said]
-    habit: Habit
-    tools: tuple[dict[str, Any], ...] = (SHELL,)
-    hints: dict[str, str] = field(default_factory=dict)
-
-    def request(self) -> ChatRequest:
-        messages: list[Message] = []
-        for each in self.memory:
-            for message in _sent(each, self.habit):
-                merged = self.habit.merges and messages and message.role == messages[-1].role == "user"
-                if merged:
-                    text = f"{messages[-1].content}\n\n{message.content}"
-                    messages[-1] = msgspec.structs.replace(messages[-1], content=text)
-                else:
-                    messages.append(message)
-        return ChatRequest(messages=tuple(messages), tools=self.tools, hints=self.hints)
-
-
-def _sent(each: Message | Said, habit: Habit) -> list[Message]:
-    """As the agent sends it: new objects, as after a way over the wire."""
-    if isinstance(each, Message):
-        if each.role == "tool" and habit.ids == "dropped":
-            return [msgspec.structs.replace(each, tool_call_id="#0")]
-        return [msgspec.structs.replace(each)]
-    message = each.message
-    changes: dict[str, Any] = {}
-    if habit.drops_reasoning:
-        changes["reasoning"] = None
-    if habit.trims:
-        changes["content"] = message.content.strip()
-    if habit.ids == "marks":
-        changes["call_id"] = each.call_id
-    calls = message.tool_calls
-    if habit.respells:
-        calls = tuple(msgspec.structs.replace(call, arguments=_respelled(call.arguments)) for call in calls)
-    if habit.fills_defaults:
-        calls = tuple(msgspec.structs.replace(call, arguments=_filled(call.arguments)) for call in calls)
-    if habit.ids == "dropped":
-        calls = tuple(msgspec.structs.replace(call, id="") for call in calls)
-    calls = tuple(msgspec.structs.replace(call, error=None) for call in calls)
-    whole = msgspec.structs.replace(message, tool_calls=calls, **changes)
-    if not habit.splits or not (whole.content.strip() and calls):
-        return [whole]
-    return [
-        msgspec.structs.replace(whole, tool_calls=()),
-        Message(role="assistant", tool_calls=calls, call_id=whole.call_id),
-    ]
-
-
-def _respelled(arguments: str) -> str:
-    return _SPELLINGS[1] if arguments in _SPELLINGS else arguments
-
-
-def _filled(arguments: str) -> str:
-    """With the default that the tool declares."""
-    return f'{arguments[:-1]}, "all": false}}' if arguments in _SPELLINGS else arguments
+_IMAGES = (
+    Image(digest="1", media_type="image/png", size_bytes=1),
+    Image(digest="2", media_type="image/png", size_bytes=1),
+    Image(digest="2", media_type="image/png", size_bytes=1, detail="low"),
+    Image(digest="3", url="https://images.invalid/1"),
+)
 
 
 class Session:
@@ -156,6 +77,7 @@ class Session:
             "title": (self._title, 2),
             "disconnect": (self._disconnect, 4),
             "edit": (self._edit, 3),
+            "other image": (self._other_image, 4),
             "other tools": (self._other_tools, 2),
             "foreign turn": (self._foreign, 2),
             "other instructions": (self._other_instructions, 1),
@@ -188,7 +110,16 @@ class Session:
         return Line([*begun, *(self._user() for _ in range(rng.choice([1, 1, 2])))], habit)
 
     def _user(self) -> Message:
-        return Message(role="user", content=self._rng.choice(_WORDS))
+        return self._given(role="user")
+
+    def _given(self, **fields: Any) -> Message:
+        """Words, and sometimes images among them."""
+        words = self._rng.choice(_WORDS)
+        count = self._rng.choices([0, 1, 2], [85, 12, 3])[0]
+        self.happened["image"] += count
+        places = sorted(self._rng.choice([0, len(words)]) for _ in range(count))
+        images = (msgspec.structs.replace(self._rng.choice(_IMAGES), at=at) for at in places)
+        return Message(content=words, images=tuple(images), **fields)
 
     def _line(self) -> Line:
         return self._rng.choice(self._lines)
@@ -203,7 +134,7 @@ class Session:
         if not isinstance(last, Said):
             return
         for call in last.message.tool_calls:
-            line.memory.append(Message(role="tool", content=self._rng.choice(_WORDS), tool_call_id=call.id))
+            line.memory.append(self._given(role="tool", tool_call_id=call.id))
         if not last.message.tool_calls or self._rng.random() < 0.1:
             line.memory.append(self._user())
 
@@ -284,6 +215,24 @@ class Session:
             line.memory[at] = Said(changed, each.call_id)
         else:
             line.memory[at] = msgspec.structs.replace(each, content=f"{each.content}?")
+        self._go_on_with(line)
+
+    def _other_image(self) -> None:
+        """One is left out, or put elsewhere, or another (or the same again) stands in its place."""
+        line = self._line()
+        given = [at for at, each in enumerate(line.memory) if isinstance(each, Message) and each.images]
+        if not given:
+            return
+        at = self._rng.choice(given)
+        message = line.memory[at]
+        assert isinstance(message, Message)
+        first, *others = message.images
+        changed = self._rng.choice([_IMAGES[0], None, first])
+        if changed is not None:
+            place = first.at if changed is not first else len(message.content) - first.at
+            others.append(msgspec.structs.replace(changed, at=place))
+        images = tuple(sorted(others, key=lambda image: image.at))
+        line.memory[at] = msgspec.structs.replace(message, images=images)
         self._go_on_with(line)
 
     def _other_tools(self) -> None:
@@ -373,6 +322,7 @@ class Session:
             broke=match.broke,
             inexact="backend_ids" if rng.random() < 0.04 else None,
             constrained=rng.random() < 0.03,
+            images=placed(match.new, prompt, None),
         )
 
     def _tokens(self, count: int) -> list[int]:
@@ -395,7 +345,7 @@ class Session:
     def _tool_call(self, call_id: str) -> ToolCall:
         if self._rng.random() < 0.1:
             return ToolCall(id=call_id, name="shell", arguments='{"a": ', error="not JSON")
-        return ToolCall(id=call_id, name="shell", arguments=self._rng.choice(_SPELLINGS))
+        return ToolCall(id=call_id, name="shell", arguments=self._rng.choice(SPELLINGS))
 
     # -- tokens
 
@@ -412,10 +362,17 @@ class Session:
         assert report.trained == sum(label.trained for label in report.by_label.values())
         for sample in samples:
             assert sample.ids.tolist() == self._whole(sample.call_ids)
+            assert [(each.call_id, each.image) for each in sample.images] == self._seen(sample.call_ids)
         self.tokens.update({"sampled": report.sampled, "trained": report.trained, **report.left_out})
         self.tokens.update({"calls": report.calls, "sequences": report.sequences})
         self.happened.update(f"label {call.label}" for call in self._calls)
         self.happened.update(f"break {call.broke.cause}" for call in self._calls if call.broke)
+
+    def _seen(self, call_ids: Iterable[str]) -> list[tuple[str, Image]]:
+        """What a path shows, each image with the call that brought it."""
+        by_id = {call.id: call for call in self._calls}
+        shown = ((call_id, message) for call_id in call_ids for message in by_id[call_id].messages)
+        return [(call_id, image) for call_id, message in shown for image in message.images]
 
     def _whole(self, call_ids: Iterable[str]) -> list[int]:
         by_id = {call.id: call for call in self._calls}

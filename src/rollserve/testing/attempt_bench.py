@@ -96,7 +96,7 @@ class AttemptBench:
         return attempt
 
     def log(self, attempt_id: str = "a") -> str:
-        return "\n".join(line for _, line in self.fakes.payloads.sealed[f"run/{attempt_id}"].log)
+        return "\n".join(line for _, line in self.fakes.payloads.kept[f"run/{attempt_id}"].log)
 
     def free(self) -> bool:
         """No slot is held and nobody waits for one."""

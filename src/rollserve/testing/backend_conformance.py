@@ -80,6 +80,17 @@ class Subject:
 
         return asyncio.create_task(self.backend.generate(request, sink)), first
 
+    async def aborted(self) -> Generation:
+        """One that was aborted after its first token."""
+        request = self.request(max_tokens=self.long_tokens)
+        task, first = self.start(request)
+        async with asyncio.timeout(DEADLINE_S):
+            await first.wait()
+            await self.backend.abort([request.request_id])
+            made = await task
+        assert made.finish_reason == "abort"
+        return made
+
 
 class BackendConformance:
     """The suite."""
@@ -209,13 +220,7 @@ class BackendConformance:
         assert scores[len(subject.prompt_ids) - 1 :] == pytest.approx(made.logprobs, abs=1e-3)
 
     async def test_abort_ends_it_with_what_it_had(self, subject: Subject) -> None:
-        request = subject.request(max_tokens=subject.long_tokens)
-        task, first = subject.start(request)
-        async with asyncio.timeout(DEADLINE_S):
-            await first.wait()
-            await subject.backend.abort([request.request_id])
-            made = await task
-        assert made.finish_reason == "abort"
+        made = await subject.aborted()
         assert 0 < len(made.token_ids) < subject.long_tokens
         assert len(made.logprobs) == len(made.token_ids)
 
@@ -257,6 +262,8 @@ class BackendConformance:
     async def test_healthy(self, subject: Subject) -> None:
         health = await subject.backend.health()
         assert health.ok, health.detail
+        seen = await subject.backend.look()
+        assert seen.ok, seen.detail
 
     async def test_close_twice(self, subject: Subject) -> None:
         await subject.generate(subject.request())
@@ -311,13 +318,7 @@ class TextConformance(BackendConformance):
         assert [_text(made) for made in together] == alone
 
     async def test_abort_ends_it_with_what_it_had(self, subject: Subject) -> None:
-        request = subject.request(max_tokens=subject.long_tokens)
-        task, first = subject.start(request)
-        async with asyncio.timeout(DEADLINE_S):
-            await first.wait()
-            await subject.backend.abort([request.request_id])
-            made = await task
-        assert made.finish_reason == "abort"
+        made = await subject.aborted()
         assert _text(made)
 
 

@@ -12,10 +12,12 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
-from rollserve.backend.base import GenerateRequest
-from rollserve.testing.scripted import Chunk, Script, ScriptedEngine, logprob_of
-from rollserve.testing.scripted_server import Receive, Scope, ScriptedApp, Send, send_body
+from rollserve.backend.base import BackendHealth, GenerateRequest, Generation, TokenSink
+from rollserve.testing.asgi import Receive, Scope, Send, send_body
+from rollserve.testing.scripted import Chunk, Script, ScriptedBackend, ScriptedEngine, logprob_of
+from rollserve.testing.scripted_server import ScriptedApp
 
 BLOCK = 16
 STEP_S = 0.02
@@ -237,6 +239,36 @@ class ModelledEngine(ScriptedEngine):
                     done += STEP_S
         finally:
             self._driver = None
+
+
+class SteppedBackend(ScriptedBackend):
+    """The machine as a backend in process, for a clock that its caller turns: time passes in
+    ``simulation.step``. An answer has as many tokens as it may."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(ScriptedEngine(), model="scripted")
+        self.simulation = EngineModel(machine)
+        self._ids = count()
+
+    async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
+        ids = [next(self._ids) for _ in range(request.sampling.max_tokens)]
+        asked = self.simulation.submit(request.token_ids, ids, request.cache_salt)
+        try:
+            await asked.over.wait()
+        finally:
+            self.simulation.drop(asked)
+        return Generation(token_ids=ids, logprobs=[logprob_of(each) for each in ids], finish_reason="length")
+
+    async def health(self) -> BackendHealth:
+        model = self.simulation
+        return BackendHealth(
+            ok=True,
+            running=len(model.running),
+            waiting=len(model.waiting),
+            generated_tokens=int(model.sampled),
+            kv_use=model.cache.use,
+            preemptions=model.preemptions,
+        )
 
 
 def modelled_app(engine: ModelledEngine) -> ScriptedApp:

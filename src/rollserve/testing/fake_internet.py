@@ -16,7 +16,8 @@ SITE, OTHER_SITE = "93.184.216.34", "151.101.0.223"
 
 class FakeInternet:
     """``names`` are the answers by name, one after the other; the last one stays. ``received`` is what the
-    servers got, by address and port; ``says`` is what one says there. ``answers`` False: they only listen."""
+    servers got, by address and port; ``says`` is what one says there. ``answers`` False: they only listen.
+    While ``resolves`` is cleared no name is found."""
 
     def __init__(self, names: dict[str, list[list[str]]] | None = None) -> None:
         self.names = names or {}
@@ -25,6 +26,8 @@ class FakeInternet:
         self.says: Callable[[str, int], str] = lambda address, port: f"this is {address}:{port}\n"
         self.answers = True
         self.reached = asyncio.Event()
+        self.resolves = asyncio.Event()
+        self.resolves.set()
         self._servers: set[asyncio.Task[None]] = set()
 
     @property
@@ -33,6 +36,7 @@ class FakeInternet:
 
     async def resolve(self, host: str, port: int) -> list[str]:
         self.asked.append(host)
+        await self.resolves.wait()
         if host not in self.names:
             return [host]
         answers = self.names[host]

@@ -13,6 +13,7 @@ from rollserve.agent.base import Episode, ModelClient, Reply, Toolbox
 from rollserve.errors import SandboxError, TooLarge
 from rollserve.grader.base import Grading
 from rollserve.records.call import Message, ToolCall
+from rollserve.records.image import Image, digest_of
 from rollserve.records.task import GraderSpec, Task
 from rollserve.sandbox.base import WORKDIR, Console, ExecResult, Program, Sandbox
 
@@ -32,10 +33,13 @@ def says(content: str = "", *calls: tuple[str, str], finish_reason: str | None =
 
 class ScriptedModel:
     """A ``ModelClient`` that takes its turns from a list; ``asked`` keeps what it was sent. After the
-    last turn it waits for ever (until it is cancelled: ``cancelled`` counts), and sets ``waiting``."""
+    last turn it waits for ever (until it is cancelled: ``cancelled`` counts), and sets ``waiting``. One that
+    ``sees`` takes images, and keeps what it was shown in ``shown``."""
 
-    def __init__(self, *turns: Turn) -> None:
+    def __init__(self, *turns: Turn, sees: bool = False) -> None:
         self._turns = list(turns)
+        self.sees = sees
+        self.shown: list[bytes | str] = []
         self.asked: list[tuple[Message, ...]] = []
         self.offered: list[tuple[Mapping[str, Any], ...]] = []
         self.models: list[str | None] = []
@@ -60,6 +64,17 @@ class ScriptedModel:
             raise turn
         reply = turn if isinstance(turn, Reply) else says(turn.content)
         return msgspec.structs.replace(reply, call_id=f"c{len(self.asked)}")
+
+    async def show(
+        self, data: bytes | str, media_type: str = "image/png", *, model: str | None = None
+    ) -> Image | None:
+        self.shown.append(data)
+        self.models.append(model)
+        if not self.sees:
+            return None
+        given = data.encode() if isinstance(data, str) else data
+        url = data if isinstance(data, str) and data.startswith("http") else None
+        return Image(digest=digest_of(given), media_type=media_type, size_bytes=len(given), url=url)
 
     async def _for_ever(self) -> None:
         self.waiting.set()

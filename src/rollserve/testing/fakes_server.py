@@ -7,21 +7,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal
 
 from rollserve.backend.base import Backend
-from rollserve.errors import BackendUnavailable, FailureKind, InvalidInput, NotFound, UnknownName
+from rollserve.errors import BackendUnavailable, FailureKind, InvalidInput, UnknownName
 from rollserve.executor.base import (
     AckAttempt,
     AttemptEnded,
     CancelAttempt,
     FromWorker,
-    GradingEnded,
     PolicyView,
+    RegradingEnded,
     StageChanged,
     StartAttempt,
-    StartGrading,
+    StartRegrading,
     ToWorker,
     WorkerHello,
     WorkerLost,
@@ -33,7 +33,8 @@ from rollserve.records.regrade import Graded
 from rollserve.records.rollout import Attempt, Failure, RolloutState
 from rollserve.records.task import Task
 from rollserve.records.update import UpdateMode
-from rollserve.store.base import AttemptPayload, EndState, SealedPayload, Segment
+from rollserve.store.payload import AttemptPayload
+from rollserve.testing.fake_payloads import FakePayloads
 from rollserve.testing.scripted import ScriptedBackend, ScriptedEngine
 
 Play = Callable[["FakeExecutor", str, StartAttempt], None]
@@ -50,8 +51,8 @@ class FakeExecutor:
         self.cancels: list[CancelAttempt] = []
         self.acks: list[AckAttempt] = []
         self.views: list[PolicyView] = []
-        self.gradings: list[tuple[str, StartGrading]] = []
-        self.grade: Callable[[FakeExecutor, str, StartGrading], None] | None = None
+        self.regradings: list[tuple[str, StartRegrading]] = []
+        self.grade: Callable[[FakeExecutor, str, StartRegrading], None] | None = None
         self.stopped = False
         self._workers = workers
         self._capacity = capacity
@@ -77,8 +78,8 @@ class FakeExecutor:
                 self.cancels.append(message)
             case AckAttempt():
                 self.acks.append(message)
-            case StartGrading():
-                self.gradings.append((worker_id, message))
+            case StartRegrading():
+                self.regradings.append((worker_id, message))
                 if self.grade is not None:
                     self.grade(self, worker_id, message)
             case _:
@@ -126,11 +127,11 @@ class FakeExecutor:
         worker_id, _ = self.started[attempt_id]
         self.say(worker_id, AttemptEnded(attempt_json=attempt.model_dump_json().encode()))
 
-    def graded(self, worker_id: str, start: StartGrading, graded: Graded) -> None:
+    def graded(self, worker_id: str, start: StartRegrading, graded: Graded) -> None:
         """Report the end of a grading."""
         self.say(
             worker_id,
-            GradingEnded(
+            RegradingEnded(
                 regrade_id=start.regrade_id,
                 rollout_id=start.rollout_id,
                 tries=start.tries,
@@ -224,81 +225,6 @@ def a_call(call_id: str = "c1", parent: str | None = None, prompt: int = 4, samp
         started_at=1.0,
         finished_at=2.0,
     )
-
-
-class FakePayloads:
-    """``rollserve.store.base.PayloadStore`` in memory. ``unreadable`` refs raise when read."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, AttemptPayload] = {}
-        self.live: dict[str, AttemptPayload] = {}
-        self.unreadable: set[str] = set()
-        self.swept: set[str] | None = None
-
-    def keep(self, ref: str, payload: AttemptPayload) -> str:
-        self.kept[ref] = payload
-        return ref
-
-    def open_segment(self, run_id: str, attempt_id: str) -> Segment:
-        return FakeSegment(self, f"{run_id}/{attempt_id}")
-
-    async def read(self, ref: str) -> AttemptPayload:
-        if ref in self.unreadable:
-            raise OSError(f"{ref}: bad block")
-        if ref not in self.kept:
-            raise NotFound(f"no payload {ref!r}")
-        return self.kept[ref]
-
-    async def read_live(self, run_id: str, attempt_id: str) -> AttemptPayload:
-        return self.live.get(f"{run_id}/{attempt_id}", AttemptPayload())
-
-    async def salvage(self, run_id: str, attempt_id: str) -> SealedPayload | None:
-        ref = f"{run_id}/{attempt_id}"
-        left = self.live.pop(ref, None)
-        return None if left is None else SealedPayload(ref=self.keep(ref, left), size_bytes=1)
-
-    async def delete(self, refs: Sequence[str]) -> None:
-        for ref in refs:
-            self.kept.pop(ref, None)
-
-    async def sweep(self, known: set[str]) -> int:
-        self.swept = known
-        unknown = [ref for ref in self.kept if ref not in known]
-        await self.delete(unknown)
-        return len(unknown)
-
-
-class FakeSegment:
-    def __init__(self, payloads: FakePayloads, ref: str) -> None:
-        self._payloads = payloads
-        self._ref = ref
-        self._payload = payloads.live.setdefault(ref, AttemptPayload())
-
-    def append_call(self, call: Call) -> None:
-        self._payload.calls.append(call)
-
-    def append_log(self, line: str) -> None:
-        self._payload.log.append((0.0, line))
-
-    def append_artifact(self, path: str, data: bytes) -> None:
-        self._payload.artifacts[path] = data
-
-    def append_call_rewards(self, rewards: dict[str, float]) -> None:
-        self._payload.call_rewards.update(rewards)
-
-    def append_end(self, end: EndState) -> None:
-        self._payload.end = end
-
-    async def seal(self) -> SealedPayload:
-        self._payloads.live.pop(self._ref, None)
-        self._payloads.keep(self._ref, self._payload)
-        return SealedPayload(ref=self._ref, size_bytes=1)
-
-    def leave(self) -> None:
-        return
-
-    def discard(self) -> None:
-        self._payloads.live.pop(self._ref, None)
 
 
 # -- what composition would hand in

@@ -25,7 +25,7 @@ from typing import Any
 from rollserve.agent.harness.base import Dialect, Harness
 from rollserve.agent.harness.gemini_cli import SETTINGS as GEMINI_SETTINGS
 from rollserve.agent.harness.table import HARNESSES
-from rollserve.cli.processes import Processes, free_port
+from rollserve.cli.processes import Processes
 from rollserve.client import Client, FinishedGroup
 from rollserve.records.policy import BackendKind, RendererSpec
 from rollserve.records.run import RetrySettings, SamplingSettings
@@ -162,7 +162,8 @@ def editing_task(
 @asynccontextmanager
 async def service(harnesses: Path, folder: Path) -> AsyncIterator[str]:
     """``rollserve serve`` as a process on ``folder``; its URL."""
-    port, processes = free_port(), Processes(folder / "logs")
+    processes = Processes(folder / "logs")
+    port = processes.port()
     command = [
         *(sys.executable, "-m", "rollserve", "serve", "--port", str(port)),
         *("--data-dir", str(folder / "data"), "--set", f"workers.harness_dir={harnesses}"),

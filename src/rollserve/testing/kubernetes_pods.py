@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,13 +45,21 @@ class PlayedPod:
             return
         self._folder.mkdir()
         self._process = await asyncio.to_thread(self._popen)
-        async with asyncio.timeout(_START_S):
-            while not (self._folder / _SOCKET).exists():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await self._listening()
         self.data["status"] = {
             "phase": "Running",
             "containerStatuses": [self._container({"running": {}}, ready=True)],
         }
+
+    async def _listening(self) -> None:
+        """Until its node does; it is a process of its own, which says so by its socket alone."""
+        until = time.monotonic() + _START_S
+        while not (self._folder / _SOCKET).exists():
+            if time.monotonic() > until:
+                raise TimeoutError(
+                    f"the node of {self.data['metadata']['name']} has no socket after {_START_S:g} s"
+                )
+            await asyncio.sleep(0.01)
 
     def _popen(self) -> subprocess.Popen[bytes]:
         node = [sys.executable, kubernetes_node.__file__, f"{_PLACE}/{_SOCKET}"]

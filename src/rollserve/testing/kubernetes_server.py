@@ -296,7 +296,8 @@ def main() -> None:
     """Until stdin ends."""
     cluster = FakeCluster()
     cluster.start()
-    print(cluster.kubeconfig(Path(sys.argv[1])), flush=True)  # noqa: T201
+    sys.stdout.write(f"{cluster.kubeconfig(Path(sys.argv[1]))}\n")
+    sys.stdout.flush()
     sys.stdin.read()
     cluster.close()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollserve.errors import NotFound, SandboxError
 from rollserve.sandbox.base import Sandbox
-from rollserve.sandbox.forward import forwarded, forwarded_tcp
+from rollserve.sandbox.ports import forwarded, forwarded_tcp
 from rollserve.testing.runtime_probes import OWNER, TTL_S, RuntimeChecks, must_fail, open_descriptors
 
 _SERVE = (
@@ -20,11 +20,12 @@ _SERVE = (
 
 
 class PortChecks(RuntimeChecks):
-    async def serve(self, box: Sandbox, word: str) -> int:
-        """A program inside that repeats each line it hears after ``word``; its port."""
+    async def serve(self, box: Sandbox, word: str, port: int = 0) -> int:
+        """A program inside that repeats each line it hears after ``word``; its port, any where it is 0."""
         if (await box.exec("command -v perl")).exit_code != 0:
             self.skip("the default image has no perl")
-        await box.exec(f"perl -MIO::Handle -e '{_SERVE.replace('{}', word)}' >/dev/null 2>&1 &")
+        program = _SERVE.replace("{}", word).replace("sockaddr_in(0,", f"sockaddr_in({port},")
+        await box.exec(f"perl -MIO::Handle -e '{program}' >/dev/null 2>&1 &")
         shown = await box.exec("until [ -e port ]; do sleep 0.01; done; cat port", timeout_s=20)
         return int(shown.output)
 
@@ -51,10 +52,11 @@ class PortChecks(RuntimeChecks):
             if not runtime.report().isolated:
                 self.skip(f"{runtime.name} does not isolate, and says so")
             boxes = [await runtime.create(self.spec(), owner=OWNER, ttl_s=TTL_S) for _ in range(2)]
-            port = await self.serve(boxes[0], "one")
-            await must_fail(NotFound, boxes[1].connect(port))
-            await must_fail(OSError, asyncio.open_connection("127.0.0.1", port))
-            with socket.create_server(("127.0.0.1", 0)) as outside:
+            with socket.socket() as held, socket.create_server(("127.0.0.1", 0)) as outside:
+                held.bind(("127.0.0.1", 0))  # nobody else on the host listens on that number meanwhile
+                port = await self.serve(boxes[0], "one", held.getsockname()[1])
+                await must_fail(NotFound, boxes[1].connect(port))
+                await must_fail(OSError, asyncio.open_connection("127.0.0.1", port))
                 await must_fail(NotFound, boxes[0].connect(outside.getsockname()[1]))
             for wrong in (1, 0, 65536, -1):
                 await must_fail(NotFound, boxes[0].connect(wrong))

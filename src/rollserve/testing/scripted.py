@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from rollserve.backend.assembly import Assembly, Piece
 from rollserve.backend.base import BackendHealth, GenerateRequest, Generation, TokenSink
@@ -34,12 +34,15 @@ class Reply:
     latency_s: float | None = None
 
 
+FaultKind: TypeAlias = Literal["status", "drop", "hang"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """``status``: that HTTP answer. ``drop``: the connection breaks off after ``after_tokens``.
     ``hang``: nothing more after that many, until it is aborted."""
 
-    kind: Literal["status", "drop", "hang"]
+    kind: FaultKind
     status: int = 500
     message: str = "scripted failure"
     retry_after_s: float | None = None
@@ -309,21 +312,23 @@ class ScriptedEngine:
 
 
 class ScriptedBackend:
-    """The engine in process. ``probes`` and ``health_checks`` count what was asked."""
+    """The engine in process. ``probes`` and ``health_checks`` count what was asked. ``tells`` is what becomes
+    of a health before it is told, and may raise; with ``heeds_aborts`` off an abort does nothing."""
 
     def __init__(self, engine: ScriptedEngine | None = None, *, model: str | None = None) -> None:
         self.engine = engine or ScriptedEngine()
         self.model = model or self.engine.model
         self.probes = 0
         self.health_checks = 0
+        self.tells: Callable[[BackendHealth], BackendHealth] = lambda health: health
+        self.heeds_aborts = True
         self.closed = False
 
     async def probe(self) -> BackendInfo:
         self.probes += 1
         engine = self.engine
         if self.model != engine.model:
-            message = f"does not serve the model {self.model!r}; it serves: {engine.model}"
-            raise InvalidInput(message, field="model")
+            raise InvalidInput(self._unserved(), field="model")
         return BackendInfo(
             engine="rollserve-scripted",
             models=[engine.model],
@@ -358,7 +363,8 @@ class ScriptedBackend:
         )
 
     async def abort(self, request_ids: list[str]) -> None:
-        self.engine.abort(request_ids)
+        if self.heeds_aborts:
+            self.engine.abort(request_ids)
 
     async def score(self, token_ids: list[int], *, model: str) -> list[float]:
         self.engine.check(model, token_ids)
@@ -367,13 +373,24 @@ class ScriptedBackend:
     async def health(self) -> BackendHealth:
         self.health_checks += 1
         engine = self.engine
-        return BackendHealth(
-            ok=engine.unhealthy is None,
-            detail=engine.unhealthy or "",
-            running=len(engine.running),
-            waiting=0,
-            generated_tokens=engine.generated_tokens if engine.counts_tokens else None,
+        return self.tells(
+            BackendHealth(
+                ok=engine.unhealthy is None,
+                detail=engine.unhealthy or "",
+                running=len(engine.running),
+                waiting=0,
+                generated_tokens=engine.generated_tokens if engine.counts_tokens else None,
+            )
         )
+
+    async def look(self) -> BackendHealth:
+        health = await self.health()
+        if health.ok and self.model != self.engine.model and self.model not in self.engine.adapters:
+            return BackendHealth(ok=False, detail=self._unserved())
+        return health
+
+    def _unserved(self) -> str:
+        return f"does not serve the model {self.model!r}; it serves: {self.engine.model}"
 
     async def close(self) -> None:
         self.closed = True

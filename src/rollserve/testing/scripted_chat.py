@@ -23,9 +23,10 @@ from rollserve.gateway.tokens import load_tokenizer
 from rollserve.records.call import Message, SamplingParams, ToolCall
 from rollserve.records.image import Image, split_at_images
 from rollserve.records.policy import RendererSpec
+from rollserve.testing.asgi import Receive, Scope, Send, answer
 from rollserve.testing.scripted import Chunk, ScriptedEngine
 from rollserve.testing.scripted_images import MARK, Part, expanded, read_parts
-from rollserve.testing.scripted_server import Receive, Scope, ScriptedApp, Send, answer
+from rollserve.testing.scripted_server import ScriptedApp
 
 Form = Literal["vllm", "sglang", "llama.cpp", "text"]
 

@@ -14,9 +14,8 @@ import itertools
 import math
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, Literal
 from urllib.parse import parse_qs
 
 import msgspec
@@ -24,15 +23,19 @@ import msgspec
 from rollserve.backend.base import GenerateRequest
 from rollserve.errors import RollserveError
 from rollserve.records.call import SamplingParams
-from rollserve.testing.scripted import (
-    Chunk,
-    Fault,
-    FaultHit,
-    Reply,
-    ScriptedEngine,
-    by_turn,
-    logprob_of,
+from rollserve.testing.asgi import (
+    JSON,
+    Receive,
+    Scope,
+    Send,
+    answer,
+    disconnected,
+    read_body,
+    send_body,
+    send_event,
+    served,
 )
+from rollserve.testing.scripted import Chunk, Fault, FaultHit, ScriptedEngine
 from rollserve.testing.scripted_bodies import (
     Complete,
     Encode,
@@ -40,7 +43,6 @@ from rollserve.testing.scripted_bodies import (
     Ids,
     Label,
     Sampling,
-    choice_of,
     encode_completion,
     encode_completion_event,
     encode_echoed,
@@ -48,49 +50,7 @@ from rollserve.testing.scripted_bodies import (
     encode_stream,
     encode_whole,
 )
-from rollserve.tiny_tokenizer import TinyTokenizer
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Scope = MutableMapping[str, Any]
-
-_JSON = [(b"content-type", b"application/json")]
-_SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
-
-
-class Turns:
-    """The replies of an episode, and which of them a prompt asks for."""
-
-    def __init__(self, each: Sequence[Reply], header_ids: Sequence[int]) -> None:
-        self.each = tuple(each)
-        self.script = by_turn(each, header_ids)
-        self._pattern = b"," + b",".join(str(token_id).encode() for token_id in header_ids) + b","
-        self._choices: dict[tuple[int, str | None], bytes] = {}
-        self._whole: dict[tuple[int, ...], bool] = {}
-
-    def whole(self, stop_ids: tuple[int, ...]) -> bool:
-        """Whether no reply is cut short by these."""
-        if stop_ids not in self._whole:
-            inner = {token_id for reply in self.each for token_id in reply.token_ids[:-1]}
-            self._whole[stop_ids] = inner.isdisjoint(stop_ids)
-        return self._whole[stop_ids]
-
-    def index(self, raw_ids: bytes) -> int:
-        """Of the reply, from a JSON list without spaces. The one before the first id is never the
-        header, as a comma must stand before it."""
-        headers = (b"," + raw_ids[1:-1] + b",").count(self._pattern)
-        return min(max(headers - 1, 0), len(self.each) - 1)
-
-    def choices(self, index: int, label: str | None) -> bytes:
-        """The encoded ``choices`` of a whole answer, made once."""
-        key = (index, label)
-        if key not in self._choices:
-            ids = list(self.each[index].token_ids)
-            logprobs = [logprob_of(token_id) for token_id in ids]
-            chunk = Chunk(ids, logprobs, label, self.each[index].finish_reason)
-            self._choices[key] = msgspec.json.encode([choice_of(chunk, 0)])
-        return self._choices[key]
+from rollserve.testing.scripted_turns import Turns, episode
 
 
 class ScriptedApp:
@@ -129,7 +89,7 @@ class ScriptedApp:
         if scope["type"] != "http":
             return
         route = self._routes.get(scope["path"])
-        body = await _body(receive)
+        body = await read_body(receive)
         try:
             if route is None:
                 await answer(send, 404, {"error": {"message": f"no route {scope['path']}", "code": 404}})
@@ -260,7 +220,7 @@ class ScriptedApp:
         self, request: GenerateRequest, stream: bool, encode: Encode, receive: Receive, send: Send
     ) -> None:
         """Run the engine beside a look-out for the client's going away."""
-        gone = asyncio.create_task(_gone(receive))
+        gone = asyncio.create_task(disconnected(receive))
         work = asyncio.create_task(self._produce(request, stream, encode, send))
         try:
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
@@ -281,14 +241,14 @@ class ScriptedApp:
                     if stream:
                         prompt = None if sent else list(request.token_ids)
                         event = encode(chunks, request.request_id, model, prompt)
-                        await _send_event(send, event, first=not sent)
+                        await send_event(send, event, first=not sent)
                         sent += 1
             except FaultHit as hit:
                 if sent and hit.fault.kind == "drop":
                     return
                 raise
         if stream:
-            await _send_event(send, b"[DONE]", first=False)
+            await send_event(send, b"[DONE]", first=False)
             await send({"type": "http.response.body", "body": b""})
         else:
             await send_body(send, 200, encode(chunks, request.request_id, model, list(request.token_ids)))
@@ -373,42 +333,10 @@ class ScriptedApp:
 # ── ASGI
 
 
-async def _body(receive: Receive) -> bytes:
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
-
-
-async def send_body(
-    send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None
-) -> None:
-    length = (b"content-length", str(len(body)).encode())
-    await send({"type": "http.response.start", "status": status, "headers": [*(headers or _JSON), length]})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def answer(send: Send, status: int, body: dict[str, Any]) -> None:
-    await send_body(send, status, msgspec.json.encode(body))
-
-
-async def _send_event(send: Send, payload: bytes, *, first: bool) -> None:
-    if first:
-        await send({"type": "http.response.start", "status": 200, "headers": _SSE})
-    await send({"type": "http.response.body", "body": b"data: " + payload + b"\n\n", "more_body": True})
-
-
 async def _act_out(fault: Fault, send: Send) -> None:
     """A drop is an answer that is announced and never comes: the server then closes the connection."""
     if fault.kind == "drop":
-        headers = [*_JSON, (b"content-length", b"1000")]
+        headers = [*JSON, (b"content-length", b"1000")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b"{", "more_body": True})
         return
@@ -431,69 +359,6 @@ async def serving(app: ScriptedApp, port: int = 0) -> AsyncIterator[str]:
         finally:
             app.engine.gate.set()
             app.engine.abort(list(app.engine.running))
-
-
-@asynccontextmanager
-async def served(
-    app: Callable[..., Any], *, port: int = 0, lifespan: Literal["on", "off"] = "off"
-) -> AsyncIterator[str]:
-    """Any ASGI app, under uvicorn on a loopback port; yields its URL."""
-    import uvicorn
-
-    listener = socket.create_server(("127.0.0.1", port), backlog=1024)
-    config = uvicorn.Config(
-        app,
-        lifespan=lifespan,
-        ws="none",
-        access_log=False,
-        log_level="critical",
-        timeout_graceful_shutdown=1,
-    )
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await task
-        await _close_late(server.server_state.connections)
-
-
-async def _close_late(connections: Collection[Any]) -> None:
-    """What was accepted while the server was closing: it no longer looks at those."""
-    for _ in range(5):
-        await asyncio.sleep(0)
-    for connection in list(connections):
-        connection.transport.close()
-    await asyncio.sleep(0)
-
-
-def episode(
-    *,
-    turns: int,
-    tokens: int,
-    tool: str,
-    arguments: str,
-    final_text: str = "done",
-    final_tool: str | None = None,
-    final_arguments: str = "{}",
-) -> Turns:
-    """``turns`` replies of about ``tokens`` tokens each in the tiny tokenizer's ids and Qwen3's format:
-    a call of ``tool`` in each but the last, which is ``final_text`` or a call of ``final_tool``."""
-    tokenizer = TinyTokenizer()
-    filler = tokenizer.encode(" the file is not found;")
-
-    def reply(ending: str) -> Reply:
-        end = tokenizer.encode(f"{ending}<|im_end|>")
-        padding = (filler * (tokens // len(filler) + 1))[: max(0, tokens - len(end))]
-        return Reply(token_ids=(*padding, *end))
-
-    def call(name: str, text: str) -> str:
-        return f'\n<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>'
-
-    last = call(final_tool, final_arguments) if final_tool else f" {final_text}"
-    each = [*(reply(call(tool, arguments)) for _ in range(turns - 1)), reply(last)]
-    return Turns(each, tokenizer.encode("<|im_start|>assistant"))
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -8,6 +8,8 @@ context length; logprobs after temperature, before truncation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,8 +18,9 @@ import msgspec
 from rollserve.backend.base import GenerateRequest
 from rollserve.errors import ContextTooLong, InvalidInput
 from rollserve.records.call import SamplingParams
+from rollserve.testing.asgi import Receive, Scope, Send, answer, send_body
 from rollserve.testing.scripted import Chunk, ScriptedEngine
-from rollserve.testing.scripted_server import Receive, Scope, ScriptedApp, Send, answer, send_body
+from rollserve.testing.scripted_server import ScriptedApp
 
 _COLD = 0.05
 
@@ -44,6 +47,7 @@ class SglangGenerate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stream: bool = False
     routing_key: str | None = None
     cache_salt: str | None = None
+    lora_path: str | None = None
 
 
 class SglangAbort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -116,9 +120,13 @@ def _spans(chunks: list[Chunk]) -> list[dict[str, Any]]:
     return spans
 
 
+def _no_adapters(name: str) -> AbstractContextManager[None]:
+    raise InvalidInput(f"LoRA adapter '{name}' was requested, but LoRA is not enabled.")
+
+
 class SglangApp(ScriptedApp):
     """``reports_spans`` False is a server that tells only the version of its weights now. ``asked`` are
-    the last bodies of ``/generate``."""
+    the last bodies of ``/generate``. ``use_adapter`` is entered for a call that wants one."""
 
     def __init__(
         self, engine: ScriptedEngine, *, incremental: bool = False, reports_spans: bool = True
@@ -130,6 +138,7 @@ class SglangApp(ScriptedApp):
         self.original_logprobs = False
         self.asked: list[SglangGenerate] = []
         self.pauses: list[str] = []
+        self.use_adapter: Callable[[str], AbstractContextManager[None]] = _no_adapters
         self._routes = {
             "/generate": self._native,
             "/abort_request": self._abort_prefix,
@@ -148,6 +157,10 @@ class SglangApp(ScriptedApp):
         asked = msgspec.json.decode(body, type=SglangGenerate)
         self.asked.append(asked)
         self._check_length(asked)
+        with nullcontext() if asked.lora_path is None else self.use_adapter(asked.lora_path):
+            await self._answered(asked, receive, send)
+
+    async def _answered(self, asked: SglangGenerate, receive: Receive, send: Send) -> None:
         if asked.sampling_params.max_new_tokens == 0:
             await send_body(send, 200, self._scored(asked))
             return
@@ -175,7 +188,7 @@ class SglangApp(ScriptedApp):
         sampling = asked.sampling_params
         return GenerateRequest(
             request_id=asked.rid,
-            model=self.engine.model,
+            model=asked.lora_path or self.engine.model,
             token_ids=asked.input_ids,
             sampling=SamplingParams(
                 temperature=sampling.temperature,
@@ -242,7 +255,11 @@ class SglangApp(ScriptedApp):
             "parent": None,
             "max_model_len": self.engine.context_tokens,
         }
-        await answer(send, 200, {"object": "list", "data": [model]})
+        adapters = [
+            {**model, "id": name, "root": path, "parent": self.engine.model, "max_model_len": None}
+            for name, path in self.engine.adapters.items()
+        ]
+        await answer(send, 200, {"object": "list", "data": [model, *adapters]})
 
     async def _model_info(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         about = {"model_path": "/models/m", "is_generation": True, "weight_version": self.engine.label}

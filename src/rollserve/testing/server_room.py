@@ -27,10 +27,10 @@ from rollserve.rollouts.coordinator import Coordinator
 from rollserve.rollouts.ports import Ports
 from rollserve.store.sql import SqlStore
 from rollserve.store.task_file import open_task_file
+from rollserve.testing.fake_payloads import FakePayloads
 from rollserve.testing.fakes_server import (
     FakeControls,
     FakeExecutor,
-    FakePayloads,
     check_function,
     check_task,
     check_tokenizer,
@@ -48,7 +48,7 @@ OpenControl = Callable[[BackendSpec, str | None, str | None], Control]
 
 @dataclass
 class Room:
-    """A coordinator on a real store, with workers that only act."""
+    """A coordinator on a real store, with workers that only act, and payloads in memory."""
 
     store: SqlStore
     executor: FakeExecutor

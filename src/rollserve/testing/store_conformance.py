@@ -33,9 +33,11 @@ from rollserve.records.policy import (
 )
 from rollserve.records.rollout import GroupState, RolloutState
 from rollserve.records.run import RunState
-from rollserve.store.base import Finished, Store
+from rollserve.store.base import Store
+from rollserve.store.values import Finished
 from rollserve.testing.store_conformance_callbacks import Calling
 from rollserve.testing.store_conformance_control import Controlling
+from rollserve.testing.store_conformance_regrades import Regrading
 from rollserve.testing.store_conformance_updates import Updating
 from rollserve.testing.store_conformance_work import Delivering, Scheduling
 from rollserve.testing.store_facts import (
@@ -366,6 +368,6 @@ class Telling(NeedsStore):
 
 
 class StoreConformance(
-    KeysPoliciesRuns, Submitting, Scheduling, Delivering, Controlling, Telling, Updating, Calling
+    KeysPoliciesRuns, Submitting, Scheduling, Delivering, Controlling, Telling, Regrading, Updating, Calling
 ):
     """All of it."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from rollserve.errors import FailureKind, LeaseLost, NotFound
-from rollserve.records.callback import CallbackRule, MessageState
+from rollserve.records.callback import CallbackMessageState, CallbackRule
 from rollserve.records.rollout import Failure, RolloutState
 from rollserve.records.run import Run, RunSpec, RunState
-from rollserve.store.base import Outgoing, Store, TryEnd
+from rollserve.store.base import Store
+from rollserve.store.values import Outgoing, TryEnd
 from rollserve.testing.store_facts import (
     NOW,
     NeedsStore,
@@ -22,8 +23,8 @@ from rollserve.testing.store_facts import (
 LATER = 4_000_000_000.0
 """The store stamps messages with its own clock: after any of these."""
 
-SENT = TryEnd(state=MessageState.SENT, status=200)
-AGAIN = TryEnd(state=MessageState.PENDING, due_at=LATER + 50, status=500, error="no")
+SENT = TryEnd(state=CallbackMessageState.SENT, status=200)
+AGAIN = TryEnd(state=CallbackMessageState.PENDING, due_at=LATER + 50, status=500, error="no")
 
 
 async def a_callback(store: Store, *events: str) -> Run:
@@ -34,7 +35,7 @@ async def a_callback(store: Store, *events: str) -> Run:
 
 
 async def taken(store: Store, run: Run, now: float = LATER) -> Outgoing:
-    found = await store.take_message(run.id, ttl_s=100, now=now)
+    found = await store.take_callback_message(run.id, ttl_s=100, now=now)
     assert found is not None
     return found
 
@@ -51,12 +52,12 @@ class Calling(NeedsStore):
         assert [*one.lease.group_ids, *two.lease.group_ids] == [group.id for group in groups]
         assert one.secret.get_secret_value() == "the secret"
         assert "the secret" not in repr(one)
-        assert await store.take_message(run.id, ttl_s=100, now=LATER) is None
+        assert await store.take_callback_message(run.id, ttl_s=100, now=LATER) is None
         assert await store.lease_groups(run.id, "callback", None, limit=9, ttl_s=9, now=LATER) is None
-        assert await store.end_message(one, SENT, now=LATER) is MessageState.SENT
+        assert await store.end_callback_message(one, SENT, now=LATER) is CallbackMessageState.SENT
         assert (await store.run_counts(run.id))["groups_undelivered"] == 1
-        assert await store.end_message(two, AGAIN, now=LATER) is MessageState.PENDING
-        assert await store.take_message(run.id, ttl_s=100, now=LATER + 49) is None
+        assert await store.end_callback_message(two, AGAIN, now=LATER) is CallbackMessageState.PENDING
+        assert await store.take_callback_message(run.id, ttl_s=100, now=LATER + 49) is None
         again = await taken(store, run, LATER + 50)
         assert (again.message_id, again.tries) == (two.message_id, 1)
 
@@ -67,7 +68,7 @@ class Calling(NeedsStore):
         await store.set_run_state(run.id, RunState.CLOSED)
         closed = await taken(store, run)
         assert (closed.type, closed.lease) == ("run.closed", None)
-        assert await store.end_message(closed, SENT, now=LATER) is MessageState.SENT
+        assert await store.end_callback_message(closed, SENT, now=LATER) is CallbackMessageState.SENT
 
     async def test_a_try_on_its_way_at_a_death_is_made_again(self, store: Store) -> None:
         run = await a_callback(store)
@@ -76,40 +77,40 @@ class Calling(NeedsStore):
         assert one.lease is not None
         assert two.lease is not None
         await store.ack_lease(one.lease.id, now=LATER)
-        assert await store.recover_messages(LATER) == 2
+        assert await store.recover_callback_messages(LATER) == 2
         with pytest.raises(LeaseLost):
             await store.ack_lease(two.lease.id, now=LATER)
-        states = {each.state: each.group_id for each in (await store.list_messages(run.id)).items}
+        states = {each.state: each.group_id for each in (await store.list_callback_messages(run.id)).items}
         assert states == {
-            MessageState.SENT: one.lease.group_ids[0],
-            MessageState.PENDING: two.lease.group_ids[0],
+            CallbackMessageState.SENT: one.lease.group_ids[0],
+            CallbackMessageState.PENDING: two.lease.group_ids[0],
         }
         assert (await taken(store, run)).message_id == two.message_id
-        assert await store.end_message(two, SENT, now=LATER) is None
+        assert await store.end_callback_message(two, SENT, now=LATER) is None
 
     async def test_a_rewind_sends_again_what_it_takes_back(self, store: Store) -> None:
         run = await a_callback(store)
         await finish_groups(store, run.id, 3)
-        await store.end_message(await taken(store, run), SENT, now=LATER)
+        await store.end_callback_message(await taken(store, run), SENT, now=LATER)
         await store.commit_checkpoint(run.id, "callback", 0, name="one", cursor=None, now=NOW)
-        await store.end_message(await taken(store, run), SENT, now=LATER)
-        dead = TryEnd(state=MessageState.DEAD, error="no")
-        await store.end_message(await taken(store, run), dead, now=LATER)
-        assert (await store.count_messages())["dead"] == 1
+        await store.end_callback_message(await taken(store, run), SENT, now=LATER)
+        dead = TryEnd(state=CallbackMessageState.DEAD, error="no")
+        await store.end_callback_message(await taken(store, run), dead, now=LATER)
+        assert (await store.count_callback_messages())["dead"] == 1
         await store.rewind(run.id, "callback", "one", now=NOW)
         ids = [(await taken(store, run)).message_id for _ in range(2)]
         assert all(each.endswith("_1") for each in ids)
-        assert await store.take_message(run.id, ttl_s=100, now=LATER) is None
+        assert await store.take_callback_message(run.id, ttl_s=100, now=LATER) is None
 
     async def test_a_receiver_that_is_gone_is_sent_nothing_until_asked(self, store: Store) -> None:
         run = await a_callback(store)
         await finish_groups(store, run.id, 1)
-        gone = TryEnd(state=MessageState.PENDING, due_at=LATER, status=410, error="gone", stop=True)
-        await store.end_message(await taken(store, run), gone, now=LATER)
+        gone = TryEnd(state=CallbackMessageState.PENDING, due_at=LATER, status=410, error="gone", stop=True)
+        await store.end_callback_message(await taken(store, run), gone, now=LATER)
         assert await store.callback_dues() == []
-        assert await store.take_message(run.id, ttl_s=100, now=LATER) is None
+        assert await store.take_callback_message(run.id, ttl_s=100, now=LATER) is None
         assert (await store.callback_status(run.id)).detail == "gone"
-        assert await store.resend_messages(run.id, None, now=LATER) == 0
+        assert await store.resend_callback_messages(run.id, None, now=LATER) == 0
         assert (await taken(store, run)).tries == 1
 
     async def test_a_run_without_a_callback_says_so(self, store: Store) -> None:

@@ -13,7 +13,8 @@ from rollserve.records.control import (
 from rollserve.records.rollout import Attempt, GroupState, RolloutState
 from rollserve.records.run import Run, RunSpec, SourceState, SourceStatus
 from rollserve.records.task import GraderSpec, Task
-from rollserve.store.base import Fed, Finish, Handed, NewGroup, Start, Store
+from rollserve.store.base import Store
+from rollserve.store.values import Fed, Finish, Handed, NewGroup, Start
 from rollserve.testing.store_facts import NOW, NeedsStore, ending, make_group, make_policy
 
 TASK = Task(instruction="do it", grader=GraderSpec(name="exact"))

@@ -16,7 +16,8 @@ from rollserve.errors import (
 )
 from rollserve.records.rollout import GroupState, RolloutState
 from rollserve.records.run import RunState
-from rollserve.store.base import SealedPayload, Store
+from rollserve.store.base import Store
+from rollserve.store.payload import SealedPayload
 from rollserve.testing.store_facts import (
     LOST,
     NOW,

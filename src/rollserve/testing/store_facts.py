@@ -12,7 +12,8 @@ from rollserve.records.policy import Policy, PolicySpec
 from rollserve.records.rollout import Attempt, Failure, Group, RolloutState
 from rollserve.records.run import Quota, Run, RunSpec
 from rollserve.records.task import GraderSpec, Task
-from rollserve.store.base import Finish, NewGroup, Start, Store
+from rollserve.store.base import Store
+from rollserve.store.values import Finish, NewGroup, Start
 
 NOW = 1_800_000_000.0
 LOST = Failure(kind=FailureKind.INFRASTRUCTURE, code="sandbox_error", message="gone")

@@ -38,12 +38,13 @@ def _serve(port: int, token: str) -> subprocess.Popen[bytes]:
 
 
 class ServerDeployment(AbstractDeployment):
-    """One server a machine."""
+    """One server a machine. Once it is started, ``told`` is what makes SWE-ReX's own deployment of it."""
 
     def __init__(self) -> None:
         self.logger = logging.getLogger("rollserve.testing.swerex")
         self._process: subprocess.Popen[bytes] | None = None
         self._runtime: RemoteRuntime | None = None
+        self.told: dict[str, Any] = {}
 
     def add_hook(self, hook: Any) -> None:
         """None is called."""
@@ -52,14 +53,16 @@ class ServerDeployment(AbstractDeployment):
         return await self.runtime.is_alive(timeout=timeout)
 
     async def start(self, *args: Any, **kwargs: Any) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
         token = secrets.token_hex(16)
-        self._process = await asyncio.to_thread(_serve, port, token)
-        self._runtime = RemoteRuntime(
-            auth_token=token, host="http://127.0.0.1", port=port, timeout=5.0, logger=self.logger
-        )
-        await self._runtime.wait_until_alive(timeout=60.0)
+        with socket.socket() as held:  # until the server listens there, nobody else is given the port
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", 0))
+            port = held.getsockname()[1]
+            self._process = await asyncio.to_thread(_serve, port, token)
+            told = {"auth_token": token, "host": "http://127.0.0.1", "port": port, "timeout": 5.0}
+            self.told = {"type": "remote", **told}
+            self._runtime = RemoteRuntime(logger=self.logger, **told)
+            await self._runtime.wait_until_alive(timeout=60.0)
 
     async def stop(self, *args: Any, **kwargs: Any) -> None:
         process, self._process = self._process, None

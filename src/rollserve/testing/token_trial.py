@@ -15,12 +15,12 @@ import sqlite3
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollserve.cli.processes import Processes, free_port
+from rollserve.cli.processes import Processes
 from rollserve.client import Client, FinishedGroup, RunHandle
 from rollserve.errors import NotFound, RollserveError
 from rollserve.records.control import FilterRule, GroupRule, StalenessRule
@@ -29,7 +29,7 @@ from rollserve.records.run import RetrySettings
 from rollserve.records.task import GraderSpec, Limits, Task
 from rollserve.records.update import UpdateMode
 from rollserve.store.packing import unpack
-from rollserve.testing.scripted import Fault, Reply, Script, ScriptedEngine
+from rollserve.testing.scripted import Fault, FaultKind, Reply, Script, ScriptedEngine
 from rollserve.testing.scripted_server import ScriptedApp, serving
 from rollserve.tiny_tokenizer import TinyTokenizer
 from rollserve.wire import CreatePolicy, OpenRun, RegisterBackend
@@ -41,6 +41,8 @@ OPEN_GROUPS = 40
 """Of all runs together."""
 _TAKE_S = 0.05
 _QUIET_S = 120.0
+"""The longest that the trial waits for its groups, and for its workers' last reports."""
+_FAULTS: tuple[FaultKind, ...] = ("status", "drop", "hang")
 
 RULES: tuple[dict[str, object], ...] = (
     {"filters": (FilterRule(name="zero_variance"),)},
@@ -87,7 +89,7 @@ class Trial:
         self.chance = random.Random(self.seed)
         self.engines = [ScriptedEngine(self._script(), latency_s=0.01) for _ in range(BACKENDS)]
         self.processes = Processes(self.folder / "logs")
-        self.url = f"http://127.0.0.1:{free_port()}"
+        self.url = f"http://127.0.0.1:{self.processes.port()}"
 
     def _script(self) -> Script:
         """Of random length: a call of a tool that is not there, or an answer, right or wrong."""
@@ -161,7 +163,7 @@ class Trial:
                 await self._submit(runs)
                 if made in kill_at:
                     await self._kill(client)
-            await self._ended(runs)
+            await self._until_open(runs, 0, look_s=0.2)
             for trouble in troubles:
                 trouble.cancel()
             await asyncio.gather(*troubles, return_exceptions=True)
@@ -180,7 +182,7 @@ class Trial:
             limits=Limits(run_s=20, max_turns=6),
         )
         if self.did["groups"] % 20 == 0:
-            await _until_open(runs, OPEN_GROUPS, _TAKE_S)
+            await self._until_open(runs, OPEN_GROUPS, look_s=_TAKE_S)
         await run.submit([task], num_rollouts=ROLLOUTS)
         self.did["groups"] += 1
 
@@ -243,8 +245,8 @@ class Trial:
     async def _fail(self, client: Client) -> None:
         while True:
             await asyncio.sleep(self.chance.uniform(0.02, 0.2))
-            kind = self.chance.choices(("status", "drop", "hang"), weights=(6, 6, 1))[0]
-            fault = Fault(kind=kind, status=self.chance.choice((500, 503)), after_tokens=3)  # type: ignore[arg-type]
+            kind = self.chance.choices(_FAULTS, weights=(6, 6, 1))[0]
+            fault = Fault(kind=kind, status=self.chance.choice((500, 503)), after_tokens=3)
             self.chance.choice(self.engines).faults.append(fault)
             self.did[f"faults ({kind})"] += 1
 
@@ -254,9 +256,13 @@ class Trial:
             os.kill(self.chance.choice(workers)["pid"], signal.SIGKILL)
             self.did["workers killed"] += 1
 
-    async def _ended(self, runs: list[RunHandle]) -> None:
-        async with asyncio.timeout(_QUIET_S):
-            await _until_open(runs, 0, 0.2)
+    async def _until_open(self, runs: list[RunHandle], most: int, *, look_s: float) -> None:
+        """Until no more groups than that are open in all."""
+
+        async def open_now() -> int:
+            return sum([(await run.status()).counts["groups_open"] for run in runs])
+
+        await _falls_to(most, open_now, "groups are open", look_s=look_s)
 
     # -- the count
     async def _settle(self, client: Client, runs: list[RunHandle]) -> None:
@@ -265,11 +271,9 @@ class Trial:
             await run.close()
             async for group in run.groups(auto_ack=False, prefetch=1):
                 await self._take(group)
-        async with asyncio.timeout(_QUIET_S):
-            while self._owed():  # noqa: ASYNC110  # another process writes it
-                await asyncio.sleep(0.2)
+        await _falls_to(0, self._owed, "attempts have no end in the store", look_s=0.2)
 
-    def _owed(self) -> int:
+    async def _owed(self) -> int:
         with closing(self._database()) as store:
             owed: int = store.execute("SELECT count(*) FROM attempts WHERE fate IS NULL").fetchone()[0]
         return owed
@@ -297,7 +301,11 @@ class Trial:
         return rollouts, total
 
 
-async def _until_open(runs: list[RunHandle], most: int, look_s: float) -> None:
-    """Until no more groups than that are open in all."""
-    while sum([(await run.status()).counts["groups_open"] for run in runs]) > most:  # noqa: ASYNC110
+async def _falls_to(most: int, count: Callable[[], Awaitable[int]], what: str, *, look_s: float) -> None:
+    """Until ``count`` is no more than ``most``. Raises ``TimeoutError`` where it is still more at the end of
+    ``_QUIET_S``."""
+    until = time.monotonic() + _QUIET_S
+    while (now := await count()) > most:
+        if time.monotonic() > until:
+            raise TimeoutError(f"{now} {what} after {_QUIET_S:g} s, and no more than {most} were to be")
         await asyncio.sleep(look_s)

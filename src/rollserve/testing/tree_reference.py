@@ -146,6 +146,15 @@ def _squeezed(text: str | None) -> str:
     return "".join((text or "").split())
 
 
+def _shown(message: Message) -> str:
+    """Its text with its images in it, each told by what it is and how it is to be looked at."""
+    told, at = "", 0
+    for image in message.images:
+        told += f"{_squeezed(message.content[at : image.at])}\0{image.url or image.digest}\0{image.detail}\0"
+        at = max(at, image.at)
+    return told + _squeezed(message.content[at:])
+
+
 def _said(message: Message) -> tuple[Any, ...]:
     calls = [(call.name, _value(call.arguments)) for call in message.tool_calls]
     return ("assistant", _squeezed(message.content), calls)
@@ -168,7 +177,7 @@ def _defaults(tools: Tools, name: str) -> dict[str, Any]:
 
 
 def _atoms(messages: Sequence[Message]) -> list[Any]:
-    """What messages say; those of one role (and call) in a row are one."""
+    """What messages say and show; those of one role (and call) in a row are one."""
     atoms: list[Any] = []
     for message in messages:
         if message.role == "assistant":
@@ -176,9 +185,9 @@ def _atoms(messages: Sequence[Message]) -> list[Any]:
             continue
         kind = (message.role, message.tool_call_id, message.name)
         if atoms and atoms[-1][0] == kind:
-            atoms[-1] = (kind, atoms[-1][1] + _squeezed(message.content))
+            atoms[-1] = (kind, atoms[-1][1] + _shown(message))
         else:
-            atoms.append((kind, _squeezed(message.content)))
+            atoms.append((kind, _shown(message)))
     return atoms
 
 

@@ -36,7 +36,8 @@ class GRPOConfig:
     """``clip_low`` and ``clip_high`` bound the importance ratio to [1 - low, 1 + high].
     ``normalise``: ``tokens`` weighs each trained token alike, ``rollouts`` each rollout. ``temperature``
     must be the run's: logprobs are compared under it. ``micro_batch`` samples go through the model at
-    once."""
+    once. ``train_alike``: groups whose rewards are all alike go through it too, with advantage 0; this
+    teaches nothing and is what a trainer pays that does not look."""
 
     clip_low: float = 0.2
     clip_high: float = 0.28
@@ -46,12 +47,13 @@ class GRPOConfig:
     temperature: float = 1.0
     micro_batch: int = 64
     max_staleness: int | None = None
+    train_alike: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """Of one step. ``staleness`` is the policy version less that of a token, mean and max over trained
-    tokens. ``ratio_error`` is the largest |log ratio| seen."""
+    """Of one step. ``groups_skipped`` had nothing to learn from. ``staleness`` is the policy version less
+    that of a token, mean and max over trained tokens. ``ratio_error`` is the largest |log ratio| seen."""
 
     groups: int
     groups_skipped: int
@@ -164,7 +166,9 @@ class GRPOTrainer:
             values = group_advantages(group.rewards, scale=self.config.scale_advantages)
             if values is None:
                 skipped += 1
-                continue
+                if not self.config.train_alike:
+                    continue
+                values = [None if reward is None else 0.0 for reward in group.rewards]
             for sample in group.samples:
                 value = values[sample.rollout_index]
                 ours = sample.exact and not sample.images and not sample.policy

@@ -41,10 +41,10 @@ def _engine_class() -> type[Any]:
         pass
 
     @dataclass
-    class FileUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    class FileUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is not in this environment
         path: str
 
-    class FileEngine(WeightTransferEngine):  # type: ignore[misc]
+    class FileEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is not in this environment
         init_info_cls = FileInit
         update_info_cls = FileUpdate
 

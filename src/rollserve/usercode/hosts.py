@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -105,8 +105,10 @@ class ZygoteHosts:
                 generation = await self._current()
                 if (known := generation.known.get((path, role))) is not None:
                     return known
-                info = await self._describe(generation, path, role, field)
-                if generation is await self._current():  # else what was looked at is not what is held
+                info, sure = await self._describe(generation, path, role, field)
+                if not sure:
+                    await self._renew(generation, "read differently twice")
+                elif generation is await self._current():  # else what was looked at is not what is held
                     generation.known[path, role] = info
                     return info
         raise InfrastructureFailure(f"the files of {path!r} keep changing", operation="code_host.describe")
@@ -117,12 +119,17 @@ class ZygoteHosts:
         if not generation.files:
             return generation
         changed = await asyncio.to_thread(generation.changed)
-        if changed and self._now is generation:
+        if changed:
+            await self._renew(generation, ", ".join(changed))
+        return self._now
+
+    async def _renew(self, generation: Generation, why: str) -> None:
+        """Begin a new generation, unless another has begun since ``generation``."""
+        if self._now is generation:
             self._old.append(generation)
             self._now = Generation(generation.number + 1)
-            log.info("code has changed and is loaded anew: %s", ", ".join(changed))
+            log.info("code has changed and is loaded anew: %s", why)
             await self._forget_old()
-        return self._now
 
     async def _forget_old(self) -> None:
         """Those at rest beyond what is kept, the oldest first."""
@@ -132,42 +139,63 @@ class ZygoteHosts:
                     await generation.close()
                     self._old.remove(generation)
 
-    async def _describe(self, generation: Generation, path: str, role: Role, field: str) -> CodeInfo:
-        order = params.Describe(path, role, self._code_dir or "")
+    async def _describe(
+        self, generation: Generation, path: str, role: Role, field: str
+    ) -> tuple[CodeInfo, bool]:
+        """And whether all that was read is of one state of the files."""
+        order = params.Describe(path, role)
         try:
-            async with self._opened(
-                generation, Use.LEAF, handlers={}, log=lambda line: None, pause=nullcontext
-            ) as host:
+            async with self._leaf(generation) as host:
                 info = await host.call("describe", order, CodeInfo, timeout_s=self._settings.describe_s)
         except InvalidInput as error:
             raise InvalidInput(error.message, field=field) from error
         except CodeFault as fault:
             raise InvalidInput(f"{path!r} can't be loaded: {fault.report}", field=field) from fault
-        generation.learn(info)
-        if info.forkable:
-            await self._hold(generation, path, role)
-        return msgspec.structs.replace(info, generation=generation.number)
+        sure = generation.learn(info)
+        if sure and info.forkable and path not in generation.unfit:
+            sure = await self._hold(generation, info)
+        return msgspec.structs.replace(info, generation=generation.number), sure
 
-    async def _hold(self, generation: Generation, path: str, role: Role) -> None:
+    async def _hold(self, generation: Generation, info: CodeInfo) -> bool:
         """Let the zygote import what a host has imported without trouble. Should it make trouble
-        after all, the zygote is replaced by one that does without."""
+        after all, the zygote is replaced by one that does without. Returns False when it read other files
+        than the host had."""
         zygote = await self._running_zygote(generation)
         try:
-            await zygote.preload(path, role, timeout_s=self._settings.describe_s)
+            if not await zygote.preload(info.path, info.role, timeout_s=self._settings.describe_s):
+                return True
         except TimeoutError:
+            generation.unfit.add(info.path)
             await zygote.close()
+            return True
+        async with self._leaf(generation) as host:  # as those to come will be
+            if await self._changed(host, generation, (info,)):
+                return False
+        zygote.hold(info)
+        return True
+
+    def _leaf(self, generation: Generation) -> AbstractAsyncContextManager[Host]:
+        """A host of ours, to look."""
+        return self._opened(generation, Use.LEAF, handlers={}, log=lambda line: None, pause=nullcontext)
 
     def _of(self, code: Sequence[CodeInfo]) -> Generation:
-        """Raises ``InfrastructureFailure`` when it is held no more: whoever asks describes it anew."""
+        """Raises ``InfrastructureFailure`` when there is none: whoever asks describes it anew."""
         numbers = {info.generation for info in code} or {self._now.number}
         held = {each.number: each for each in (*self._old, self._now)}
         found = held.get(min(numbers))
-        if found is None or len(numbers) > 1 or (found is not self._now and not _holds(found, code)):
-            paths = ", ".join(info.path for info in code)
-            raise InfrastructureFailure(
-                f"the code of {paths} has changed meanwhile", operation="code_host.start"
-            )
+        if found is None or len(numbers) > 1:
+            raise _changed_meanwhile(code)
         return found
+
+    async def _changed(self, host: Host, generation: Generation, code: Sequence[CodeInfo]) -> list[str]:
+        """The files that ``host`` read otherwise than they were described. An import that fails or does
+        not end is told by the operation that comes next."""
+        order = params.Load(tuple(info.path for info in code), generation.files)
+        try:
+            return await host.call("load", order, list[str], timeout_s=self._settings.describe_s)
+        except CodeFault:
+            host.kill()  # it may have come to its end since, and nobody looked at what it read
+            return []
 
     @asynccontextmanager
     async def open(
@@ -197,13 +225,16 @@ class ZygoteHosts:
         with pause():
             await self._slots[use].acquire()
         try:
-            host, zygote = await self._make(generation or self._of(code), handlers, log)
+            found = generation or self._of(code)
+            host, zygote = await self._make(found, handlers, log)
         except BaseException:
             self._slots[use].release()
             raise
         host.ended.add_done_callback(lambda _: self._slots[use].release())
         try:
             await self._fork(host, zygote)
+            if not all(zygote.holds(info) for info in code) and await self._changed(host, found, code):
+                raise _changed_meanwhile(code)
             yield host
         finally:
             await host.close()
@@ -255,11 +286,11 @@ class ZygoteHosts:
                 if generation is not self._now:  # what it held can't be loaded again
                     raise InfrastructureFailure("the code has changed", operation="code_host.start")
                 await generation.close()
+                generation.known.clear()  # to be described anew is to be held anew
                 generation.zygote = await ZygoteClient.start(self._code_dir, timeout_s=self._settings.start_s)
             return generation.zygote
 
 
-def _holds(generation: Generation, code: Sequence[CodeInfo]) -> bool:
-    """Whether its zygote has ``code`` imported: what it would import now is another."""
-    alive = generation.zygote is not None and generation.zygote.alive
-    return alive and all(info.forkable for info in code)
+def _changed_meanwhile(code: Sequence[CodeInfo]) -> InfrastructureFailure:
+    paths = ", ".join(info.path for info in code)
+    return InfrastructureFailure(f"the code of {paths} has changed meanwhile", operation="code_host.start")

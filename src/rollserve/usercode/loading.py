@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.metadata
 import inspect
@@ -16,6 +15,7 @@ from rollserve.errors import InvalidInput, listed, nearest
 from rollserve.usercode.arguments import argument_model, parameters_schema, summary
 from rollserve.usercode.base import CodeFault, CodeInfo, Ending, Role
 from rollserve.usercode.child import headline, tail
+from rollserve.usercode.sources import Sources
 
 
 def split(path: str) -> tuple[str, str]:
@@ -59,7 +59,7 @@ def load(path: str) -> Any:
     return found
 
 
-def describe(path: str, role: Role) -> CodeInfo:
+def describe(path: str, role: Role, sources: Sources) -> CodeInfo:
     """Import and check. Raises like ``load``, and ``InvalidInput`` when it can't play ``role``."""
     threads = threading.active_count()
     found = load(path)
@@ -82,7 +82,7 @@ def describe(path: str, role: Role) -> CodeInfo:
         description=summary(found),
         parameters=parameters,
         wants_sandbox=role is Role.TOOL and skip > 0,
-        version=version(module),
+        version=version(module, sources),
         forkable=threading.active_count() == threads,
     )
 
@@ -137,13 +137,12 @@ _CHECKS: dict[Role, Callable[[str, Any], None]] = {
 }
 
 
-def version(module: ModuleType) -> str:
+def version(module: ModuleType, sources: Sources) -> str:
     """What identifies the code: the hash of the module's source, and its distribution's version."""
     parts = []
     source = getattr(module, "__file__", None)
     if source:
-        with open(source, "rb") as file:
-            parts.append(f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}")
+        parts.append(sources.digest(source))
     if distribution := _distribution(module.__name__.partition(".")[0], source or ""):
         parts.append(f"{distribution.metadata['Name']}=={distribution.version}")
     return " ".join(parts)

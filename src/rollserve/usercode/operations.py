@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,6 +13,7 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from rollserve.agent.base import AgentResult, Episode
+from rollserve.errors import InvalidInput
 from rollserve.grader.base import Grade, Grading
 from rollserve.records.task import Task
 from rollserve.sandbox.tools import ToolResult
@@ -19,7 +21,6 @@ from rollserve.usercode import params
 from rollserve.usercode.arguments import argument_model, bind
 from rollserve.usercode.base import CodeFault, CodeInfo, Ending, Role
 from rollserve.usercode.child import Host, Operations
-from rollserve.usercode.generation import loaded_from
 from rollserve.usercode.loading import describe, given_first, load, load_module, split
 from rollserve.usercode.proxies import (
     AgentsSandbox,
@@ -29,6 +30,7 @@ from rollserve.usercode.proxies import (
     HostedSandbox,
     HostedToolbox,
 )
+from rollserve.usercode.sources import Sources
 
 T = TypeVar("T")
 
@@ -103,15 +105,17 @@ def _text(value: object) -> str:
 
 class UserCode:
     """The operations, over what has been imported and read so far. The zygote holds one and prepares
-    it; every host gets it as it was at the fork."""
+    it; every host gets it as it was at the fork. ``sources`` are the files it was imported from."""
 
-    def __init__(self) -> None:
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
         self._models: dict[tuple[str, Role], type[BaseModel]] = {}
 
     @property
     def operations(self) -> Operations:
         return {
             "describe": self.describe,
+            "load": self.load,
             "agent": self.agent,
             "grade": self.grade,
             "tool": self.tool,
@@ -135,8 +139,19 @@ class UserCode:
 
     def describe(self, host: Host, data: bytes) -> CodeInfo:
         order = _decode(data, params.Describe)
-        info = describe(order.path, order.role)
-        return msgspec.structs.replace(info, files=loaded_from(order.folder))
+        info = describe(order.path, order.role, self._sources)
+        return msgspec.structs.replace(info, files=self._sources.files())
+
+    def load(self, host: Host, data: bytes) -> list[str]:
+        """Import ahead of another operation. Returns the files that were not read as it was expected. An
+        import that fails is left to that operation, which meets it again."""
+        order = _decode(data, params.Load)
+        for path in order.paths:
+            with suppress(CodeFault, InvalidInput):
+                load(path)
+        return [
+            path for path, stamp in self._sources.files().items() if order.files.get(path, stamp) != stamp
+        ]
 
     def agent(self, host: Host, data: bytes) -> AgentResult:
         order = _decode(data, params.RunAgent)

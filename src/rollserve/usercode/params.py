@@ -1,8 +1,8 @@
 """The parameters of what worker and host ask of each other, one struct per operation.
 
-Worker → host: ``describe``, ``agent``, ``grade``, ``tool``, ``function``. Host → worker: ``chat``,
-``tool`` (of an agent), ``sandbox.exec``, ``sandbox.read_file``, ``sandbox.write_file``, and of an agent
-``sandbox.snapshot``, ``sandbox.fork``, ``sandbox.forward``, ``sandbox.close``. What models
+Worker → host: ``describe``, ``load``, ``agent``, ``grade``, ``tool``, ``function``. Host → worker: ``chat``,
+``show``, ``tool`` (of an agent), ``sandbox.exec``, ``sandbox.read_file``, ``sandbox.write_file``, and of an
+agent ``sandbox.snapshot``, ``sandbox.fork``, ``sandbox.forward``, ``sandbox.close``. What models
 and users wrote crosses as JSON text: msgpack can't hold an integer past 64 bits.
 """
 
@@ -14,15 +14,20 @@ from typing import Any
 import msgspec
 
 from rollserve.records.call import Message
-from rollserve.usercode.base import Role
+from rollserve.records.image import Image
+from rollserve.usercode.base import Role, Stamp
 
 
 class Describe(msgspec.Struct, frozen=True):
-    """``folder``: of the user's code; empty when there is none."""
-
     path: str
     role: Role
-    folder: str = ""
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Import ``paths`` of files that were ``files`` when they were described."""
+
+    paths: tuple[str, ...]
+    files: dict[str, Stamp | None]
 
 
 class RunAgent(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +73,25 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[Mapping[str, Any], ...] = ()
     max_tokens: int | None = None
     model: str | None = None
+
+
+class Show(msgspec.Struct, frozen=True, kw_only=True):
+    """``data``, or the address ``url``."""
+
+    data: bytes | None = None
+    url: str = ""
+    media_type: str
+    model: str | None = None
+
+    @classmethod
+    def of(cls, data: bytes | str, media_type: str, model: str | None) -> Show:
+        if isinstance(data, str):
+            return cls(url=data, media_type=media_type, model=model)
+        return cls(data=data, media_type=media_type, model=model)
+
+
+class Shown(msgspec.Struct, frozen=True):
+    image: Image | None
 
 
 class ToolCall(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollserve.agent.base import Reply
 from rollserve.records.call import Message
+from rollserve.records.image import Image
 from rollserve.sandbox.base import ExecResult
 from rollserve.sandbox.tools import ToolResult
 from rollserve.usercode import params
@@ -29,6 +30,12 @@ class HostedModel:
         chat = params.Chat(messages=tuple(messages), tools=tuple(tools), max_tokens=max_tokens, model=model)
         return await self._channel.ask_async("chat", chat, Reply)
 
+    async def show(
+        self, data: bytes | str, media_type: str = "image/png", *, model: str | None = None
+    ) -> Image | None:
+        order = params.Show.of(data, media_type, model)
+        return (await self._channel.ask_async("show", order, params.Shown)).image
+
 
 class BlockingModel:
     """The model, for plain functions."""
@@ -46,6 +53,12 @@ class BlockingModel:
     ) -> Reply:
         chat = params.Chat(messages=tuple(messages), tools=tuple(tools), max_tokens=max_tokens, model=model)
         return self._channel.ask("chat", chat, Reply)
+
+    def show(
+        self, data: bytes | str, media_type: str = "image/png", *, model: str | None = None
+    ) -> Image | None:
+        order = params.Show.of(data, media_type, model)
+        return self._channel.ask("show", order, params.Shown).image
 
 
 class HostedToolbox:

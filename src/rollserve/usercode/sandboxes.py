@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from rollserve.errors import Conflict, NotFound
 from rollserve.sandbox.base import Sandbox
-from rollserve.sandbox.forward import forwarded, forwarded_tcp
+from rollserve.sandbox.ports import forwarded, forwarded_tcp
 from rollserve.usercode import params
 from rollserve.usercode.base import Handlers
 from rollserve.usercode.serving import decode, handlers_over

@@ -45,7 +45,12 @@ def model_handlers(model: ModelClient) -> Handlers:
             order.messages, tools=order.tools, max_tokens=order.max_tokens, model=order.model
         )
 
-    return {"chat": chat}
+    async def show(data: bytes) -> object:
+        order = decode(data, params.Show)
+        given = order.url if order.data is None else order.data
+        return params.Shown(await model.show(given, order.media_type, model=order.model))
+
+    return {"chat": chat, "show": show}
 
 
 def sandbox_handlers(sandbox: Sandbox) -> Handlers:

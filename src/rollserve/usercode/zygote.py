@@ -43,6 +43,7 @@ from rollserve.usercode.frames import (
     ToZygote,
 )
 from rollserve.usercode.operations import UserCode
+from rollserve.usercode.sources import Sources
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -55,18 +56,18 @@ def main(control_fd: int, code_dir: str) -> None:
         del os.environ[name]  # the service's own settings hold keys that user code must not see
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # many hosts share the cores; and their pools are threads
-    if code_dir:
-        sys.path.insert(0, code_dir)
-    Zygote(socket.socket(fileno=control_fd)).serve()
+    sources = Sources(code_dir)
+    sources.install()
+    Zygote(socket.socket(fileno=control_fd), UserCode(sources)).serve()
 
 
 class Zygote:
     """``_hosts`` maps the id the worker gave to the process id; ``_ended`` those that were reported
     and wait for their release (as zombies, so that nobody else gets their process id)."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, code: UserCode) -> None:
         self._control = control
-        self._code = UserCode()
+        self._code = code
         self._hosts: dict[int, int] = {}
         self._ended: set[int] = set()
         self._libc = ctypes.CDLL(None, use_errno=True)

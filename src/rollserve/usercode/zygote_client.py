@@ -13,7 +13,7 @@ import msgspec
 
 import rollserve
 from rollserve.errors import InfrastructureFailure
-from rollserve.usercode.base import Role
+from rollserve.usercode.base import CodeInfo, Role
 from rollserve.usercode.frames import (
     MAX_PACKET_BYTES,
     Exited,
@@ -48,6 +48,7 @@ class ZygoteClient:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._preloaded: asyncio.Future[str] | None = None
+        self._held: set[str] = set()
         self.alive = True
         self._loop.add_reader(control.fileno(), self._readable)
 
@@ -102,12 +103,21 @@ class ZygoteClient:
             raise
         self._close_fds(host.id)
 
-    async def preload(self, path: str, role: Role, *, timeout_s: float) -> None:
-        """Let hosts to come find ``path`` imported. One at a time. Raises ``TimeoutError``."""
+    async def preload(self, path: str, role: Role, *, timeout_s: float) -> bool:
+        """Let hosts to come find ``path`` imported. One at a time. Returns whether they do. Raises
+        ``TimeoutError``."""
         self._preloaded = self._loop.create_future()
         async with asyncio.timeout(timeout_s):
             await self._send(Preload(path, role))
-            await self._preloaded
+            return not await self._preloaded
+
+    def hold(self, info: CodeInfo) -> None:
+        """It was found to have the module imported as it was described."""
+        self._held.add(_module(info))
+
+    def holds(self, info: CodeInfo) -> bool:
+        """Whether hosts have ``info`` as it was described. Otherwise they import what is on the disk."""
+        return _module(info) in self._held
 
     async def close(self) -> None:
         """Let the zygote kill its hosts and go; returns when it has."""
@@ -207,3 +217,7 @@ class ZygoteClient:
         if fds is not None:
             fds[0].close()
             os.close(fds[1])
+
+
+def _module(info: CodeInfo) -> str:
+    return info.path.partition(":")[0]

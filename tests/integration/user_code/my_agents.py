@@ -23,12 +23,13 @@ class OpenAIAgent:
 
     async def run(self, episode: Episode) -> AgentResult:
         messages: list[Any] = [{"role": "user", "content": episode.task.instruction}]
+        tools: list[Any] = list(episode.tools.schemas)
         async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key) as client:
             while True:
                 answer = await client.chat.completions.create(
                     model="any",
                     messages=messages,
-                    tools=list(episode.tools.schemas),  # type: ignore[arg-type]
+                    tools=tools,
                     temperature=self._temperature,
                 )
                 message = answer.choices[0].message

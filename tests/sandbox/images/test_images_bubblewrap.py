@@ -33,12 +33,18 @@ def settings(open_dir: Path) -> ImageSettings:
     return ImageSettings(folder=open_dir / "images", prepare_s=30)
 
 
-@pytest.fixture
-async def runtime(open_dir: Path, settings: ImageSettings) -> AsyncIterator[BubblewrapRuntime]:
-    runtime = BubblewrapRuntime(data_dir=open_dir, images=settings)
+def usable(data_dir: Path, settings: ImageSettings) -> BubblewrapRuntime:
+    """Where there is none, the test is skipped and says why."""
+    runtime = BubblewrapRuntime(data_dir=data_dir, images=settings)
     report = runtime.report()
     if not report.usable:
         pytest.skip(f"bubblewrap can't be used here: {report.detail}")
+    return runtime
+
+
+@pytest.fixture
+async def runtime(open_dir: Path, settings: ImageSettings) -> AsyncIterator[BubblewrapRuntime]:
+    runtime = usable(open_dir, settings)
     yield runtime
     await runtime.close()
 
@@ -173,9 +179,7 @@ async def test_a_cancelled_start_leaves_the_making_to_the_next(
 
 
 async def test_closing_stops_what_is_made(open_dir: Path, settings: ImageSettings, base: bytes) -> None:
-    runtime = BubblewrapRuntime(data_dir=open_dir, images=settings)
-    if not runtime.report().usable:
-        pytest.skip("bubblewrap can't be used here")
+    runtime = usable(open_dir, settings)
     path = make_image([base]).write_archive(open_dir / "i.tar")
     starting = asyncio.create_task(start(runtime, str(path), "sleep 1000"))
     await asyncio.sleep(1)
@@ -223,9 +227,7 @@ async def test_a_failing_step_shows_what_it_said(
 
 async def test_a_hanging_step_ends(open_dir: Path, base: bytes) -> None:
     settings = ImageSettings(folder=open_dir / "images", prepare_s=1)
-    runtime = BubblewrapRuntime(data_dir=open_dir, images=settings)
-    if not runtime.report().usable:
-        pytest.skip("bubblewrap can't be used here")
+    runtime = usable(open_dir, settings)
     path = make_image([base]).write_archive(open_dir / "i.tar")
     with pytest.raises(SandboxError, match="was not done in 1 s:\nwaiting"):
         await start(runtime, str(path), "echo waiting; sleep 1000")

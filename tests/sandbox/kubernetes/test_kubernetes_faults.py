@@ -13,7 +13,7 @@ pytest.importorskip("lightkube")
 from rollserve.errors import InvalidInput, SandboxError
 from rollserve.sandbox.base import SandboxSpec
 from rollserve.sandbox.kubernetes.runtime import KubernetesRuntime
-from rollserve.sandbox.kubernetes.settings import KubernetesSettings
+from rollserve.sandbox.kubernetes.settings import KubernetesSettings, Opening
 from rollserve.sandbox.remote.box import RemoteSandbox
 from rollserve.testing.kubernetes_server import NAMESPACE, FakeCluster, Fault
 
@@ -65,7 +65,7 @@ async def test_an_image_that_can_not_be_pulled(cluster: FakeCluster, tmp_path: P
 async def test_no_node_has_room(cluster: FakeCluster, tmp_path: Path) -> None:
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
     cluster.stuck = {"phase": "Pending", "conditions": [condition]}
-    error = await refused(runtime_of(cluster, tmp_path, start_s=0.3))
+    error = await refused(runtime_of(cluster, tmp_path, start_s=1.0))
     assert "not started in time: Unschedulable: 0/3 nodes" in error.message
     assert cluster.pods == {}
 
@@ -276,6 +276,17 @@ async def test_a_policy_is_made_once_and_a_pod_carries_its_mark(cluster: FakeClu
         assert metadata["annotations"]["rollserve/owner"] == "a/1"
         assert pod.data["spec"]["containers"][0]["image"] == "registry.example.org/team/tool:v1"
     assert cluster.asked.count("policy") == 2
+    await runtime.close()
+
+
+async def test_pods_are_let_out_to_their_sessions(cluster: FakeCluster, tmp_path: Path) -> None:
+    runtime = runtime_of(cluster, tmp_path, opening=Opening("10.0.0.5", 8800, 8803))
+    await create(runtime)
+    (pod,) = cluster.pods.values()
+    closed, opened = cluster.policies.values()
+    for made in (closed, opened):
+        assert made["spec"]["podSelector"]["matchLabels"].items() <= pod.data["metadata"]["labels"].items()
+    assert opened["spec"]["egress"][0]["ports"][0]["endPort"] == 8803
     await runtime.close()
 
 

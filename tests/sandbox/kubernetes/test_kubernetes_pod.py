@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 pytest.importorskip("lightkube")
 
 from lightkube.resources.core_v1 import Pod
+from lightkube.resources.networking_v1 import NetworkPolicy
 
 from rollserve.errors import ConfigError
 from rollserve.sandbox.base import SandboxLimits
-from rollserve.sandbox.kubernetes.pod import PodMarks, manifest, policy
-from rollserve.sandbox.kubernetes.settings import DEFAULTS, KubernetesSettings
+from rollserve.sandbox.kubernetes.pod import PodMarks, manifest, opening_policy, policies, policy
+from rollserve.sandbox.kubernetes.settings import DEFAULTS, KubernetesSettings, Opening
 from rollserve.sandbox.kubernetes.standing import Standing, standing
 from rollserve.sandbox.kubernetes.template import merged, read_template
 
@@ -141,6 +143,42 @@ def test_the_policy_lets_nothing_in_or_out() -> None:
     assert "egress" not in spec
     labels = made()["metadata"]["labels"]
     assert spec["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+OPENING = Opening("10.0.0.5", 8800, 8803)
+
+
+def test_one_is_let_out_to_its_sessions_alone() -> None:
+    first, second = policies(KubernetesSettings(opening=OPENING))
+    assert first == policy()
+    spec = second["spec"]
+    assert spec["policyTypes"] == ["Egress"]
+    assert spec["egress"] == [
+        {
+            "to": [{"ipBlock": {"cidr": "10.0.0.5/32"}}],
+            "ports": [{"protocol": "TCP", "port": 8800, "endPort": 8803}],
+        }
+    ]
+    chosen = spec["podSelector"]["matchLabels"].items()
+    assert chosen <= made(KubernetesSettings(opening=OPENING))["metadata"]["labels"].items()
+    for others in (None, replace(OPENING, last_port=8804), replace(OPENING, address="fd00::5")):
+        labels = made(KubernetesSettings(opening=others))["metadata"]["labels"]
+        assert not chosen <= labels.items()
+
+
+def test_the_policy_of_another_address_is_another() -> None:
+    other = opening_policy(replace(OPENING, address="fd00::5"))
+    assert other["spec"]["egress"][0]["to"] == [{"ipBlock": {"cidr": "fd00::5/128"}}]
+    assert other["metadata"]["name"] != opening_policy(OPENING)["metadata"]["name"]
+
+
+def test_without_policies_of_ours_there_is_no_opening() -> None:
+    assert list(policies(KubernetesSettings(network_policy=False, opening=OPENING))) == []
+
+
+def test_kubernetes_understands_the_policy() -> None:
+    for told in policies(KubernetesSettings(opening=OPENING)):
+        assert NetworkPolicy.from_dict(told).to_dict() == told
 
 
 def container(state: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rollserve import stopping
 from rollserve.agent.harness.base import Harness, Install
 from rollserve.agent.harness.table import HARNESSES
 from rollserve.errors import ConfigError
@@ -166,7 +167,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     unknown = set(options.names) - set(HARNESSES)
     if unknown:
         parser.error(f"no harness {', '.join(sorted(unknown))}; known: {', '.join(HARNESSES)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what it started ends with it
+    for number in stopping.asked_by():
+        signal.signal(number, lambda *_: sys.exit(1))  # what it started ends with it
     failed, steps = 0, Steps(options.within)
     for name in options.names or HARNESSES:
         try:

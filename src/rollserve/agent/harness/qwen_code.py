@@ -1,11 +1,13 @@
 """Qwen Code: chat by default; its other two ways to a model work the same. Told nothing, it waits a minute
-before it tries again what an overload broke off."""
+before it tries again what an overload broke off, and, when it has answered, has the model write memories of
+the session, under instructions of their own."""
 
 from rollserve.agent.harness.base import Dialect, Harness, Install, Wire
 
 _SETTINGS = {
     "~/.qwen/settings.json": (
         '{"privacy": {"usageStatisticsEnabled": false}, "general": {"disableAutoUpdate": true}, '
+        '"memory": {"enableManagedAutoMemory": false, "enableManagedAutoDream": false}, '
         '"model": {"generationConfig": {"contextWindowSize": {context_tokens}, "retryInitialDelayMs": 1000, '
         '"retryMaxDelayMs": 30000}}}'
     )

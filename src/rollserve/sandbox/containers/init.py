@@ -19,7 +19,7 @@ from rollserve.errors import SandboxError
 from rollserve.sandbox import processes
 from rollserve.sandbox.program import READ, WRITE, open_end
 from rollserve.sandbox.script import PROGRAM_GO
-from rollserve.sandbox.shell import Wires
+from rollserve.sandbox.wires import Wires
 
 MARKER = "ROLLSERVE_CONTAINER"
 DATA_FD = 6

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx2
 import msgspec
@@ -25,7 +25,7 @@ from lightkube.resources.networking_v1 import NetworkPolicy
 from rollserve.backoff import backoff_s
 from rollserve.cancelling import uninterrupted
 from rollserve.errors import ConfigError, SandboxError
-from rollserve.sandbox.kubernetes.pod import CONTAINER, POLICY_NAME, SANDBOX_LABEL, policy
+from rollserve.sandbox.kubernetes.pod import CONTAINER, SANDBOX_LABEL
 from rollserve.sandbox.kubernetes.settings import KubernetesSettings
 
 T = TypeVar("T")
@@ -169,21 +169,22 @@ class ClusterApi:
 
         return await self._tried("pods can't be listed", "sandbox.reap", one, until)
 
-    async def keep_off_the_network(self, *, until: float) -> None:
-        """See that the policy is there; one that was changed by others is left. Raises ``SandboxError``."""
+    async def see_to(self, policy: Mapping[str, Any], *, until: float) -> None:
+        """See that a network policy is there; one that was changed by others is left. Raises
+        ``SandboxError``."""
 
         async def one() -> None:
             try:
-                await self._client.get(NetworkPolicy, POLICY_NAME)
+                await self._client.get(NetworkPolicy, policy["metadata"]["name"])
             except httpx2.HTTPStatusError as error:
                 if refusal(error).status != 404:
                     raise
-                await self._make_policy()
+                await self._make(policy)
 
         await self._tried("the network policy was not made", "sandbox.start", one, until)
 
-    async def _make_policy(self) -> None:
-        made = NetworkPolicy.from_dict(policy())
+    async def _make(self, policy: Mapping[str, Any]) -> None:
+        made = NetworkPolicy.from_dict(dict(policy))
         assert isinstance(made, NetworkPolicy)
         try:
             await self._client.create(made)

@@ -5,18 +5,22 @@ A template of the operator's is laid under it (``template``).
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from ipaddress import ip_network
 from typing import Any
 
 from rollserve.sandbox.base import WORKDIR, SandboxLimits
-from rollserve.sandbox.kubernetes.settings import KubernetesSettings
+from rollserve.sandbox.kubernetes.settings import KubernetesSettings, Opening
 from rollserve.sandbox.kubernetes.template import merged
 
 CONTAINER = "sandbox"
 POLICY_NAME = "rollserve-sandboxes"
+OPENING_NAME = "rollserve-sessions"
 SANDBOX_LABEL = "rollserve/sandbox"
+OPENING_LABEL = "rollserve/sessions"
 _ROOT, _WORKER, _ENDS, _OWNER = (
     "rollserve/root",
     "rollserve/worker",
@@ -87,8 +91,10 @@ def manifest(
     }
     if settings.run_as_user is not None:
         spec["volumes"] = [{"name": "workspace", "emptyDir": {"sizeLimit": f"{limits.disk_mb}Mi"}}]
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": marks.metadata(name), "spec": spec}
-    return merged(template, pod)
+    metadata = marks.metadata(name)
+    if settings.opening is not None:
+        metadata["labels"][OPENING_LABEL] = _id_of(settings.opening)
+    return merged(template, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
 
 
 def _container(image: str, limits: SandboxLimits, settings: KubernetesSettings) -> dict[str, Any]:
@@ -125,15 +131,46 @@ def _wishes(settings: KubernetesSettings) -> dict[str, Any]:
     return {name: value for name, value in wished.items() if value}
 
 
+def policies(settings: KubernetesSettings) -> Iterator[dict[str, Any]]:
+    """Those that are to be there. Policies only add up: another one that allows something to these pods does
+    so."""
+    if settings.network_policy:
+        yield policy()
+        if settings.opening is not None:
+            yield opening_policy(settings.opening)
+
+
 def policy() -> dict[str, Any]:
-    """Nothing in, nothing out, for every sandbox of the namespace. Policies only add up: another one that
-    allows something to these pods does so."""
+    """Nothing in, nothing out, for every sandbox of the namespace."""
+    spec = {
+        "podSelector": {"matchLabels": {SANDBOX_LABEL: "true"}},
+        "policyTypes": ["Ingress", "Egress"],
+    }
+    return _policy(POLICY_NAME, spec)
+
+
+def opening_policy(opening: Opening) -> dict[str, Any]:
+    """Out to where sessions are advertised, for the pods of those who advertise them there. The name says
+    where, so that the policy of another address is another one; one that is no longer wanted selects none."""
+    port = {"protocol": "TCP", "port": opening.first_port, "endPort": opening.last_port}
+    cidr = str(ip_network(opening.address))
+    spec = {
+        "podSelector": {"matchLabels": {SANDBOX_LABEL: "true", OPENING_LABEL: _id_of(opening)}},
+        "policyTypes": ["Egress"],
+        "egress": [{"to": [{"ipBlock": {"cidr": cidr}}], "ports": [port]}],
+    }
+    return _policy(f"{OPENING_NAME}-{_id_of(opening)}", spec)
+
+
+def _policy(name: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": {"name": POLICY_NAME, "labels": {"app.kubernetes.io/managed-by": "rollserve"}},
-        "spec": {
-            "podSelector": {"matchLabels": {SANDBOX_LABEL: "true"}},
-            "policyTypes": ["Ingress", "Egress"],
-        },
+        "metadata": {"name": name, "labels": {"app.kubernetes.io/managed-by": "rollserve"}},
+        "spec": spec,
     }
+
+
+def _id_of(opening: Opening) -> str:
+    told = f"{opening.address} {opening.first_port} {opening.last_port}"
+    return hashlib.sha256(told.encode()).hexdigest()[:16]

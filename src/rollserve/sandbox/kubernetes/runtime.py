@@ -25,12 +25,13 @@ from rollserve.cancelling import uninterrupted
 from rollserve.errors import ConfigError, InvalidInput, SandboxError
 from rollserve.sandbox.base import RuntimeReport, SandboxSpec
 from rollserve.sandbox.images.reference import Kind, parse
-from rollserve.sandbox.kubernetes.pod import PodMarks, manifest
+from rollserve.sandbox.kubernetes.pod import PodMarks, manifest, policies
 from rollserve.sandbox.kubernetes.settings import DEFAULTS, KubernetesSettings
 from rollserve.sandbox.kubernetes.template import read_template
 from rollserve.sandbox.pace import HostPace
 from rollserve.sandbox.remote.box import RemoteSandbox
 from rollserve.sandbox.removal import remove_tree
+from rollserve.sandbox.roster import close_all
 from rollserve.sandbox.worker_folder import WorkerFolder, left_over
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class KubernetesRuntime:
             detail=detail,
             enforces=("memory_mb", "cpus"),
             per_process=("file_mb", "cpu_s"),
+            can=("dial",),
         )
         return self._report
 
@@ -103,8 +105,8 @@ class KubernetesRuntime:
         sight = look(self._settings)
         return sight.problem, (
             f"namespace {sight.namespace} of {sight.server}; disk_mb is held by eviction only, which comes "
-            "late; processes can't be bounded; no network as far as the cluster's plugin enforces network "
-            "policies; not tried on a real cluster"
+            "late; processes can't be bounded; no network (but the address of sessions) as far as the "
+            "cluster's plugin enforces network policies; not tried on a real cluster"
         )
 
     def check_image(self, image: str) -> None:
@@ -134,8 +136,8 @@ class KubernetesRuntime:
             if self._api is None:
                 api = await asyncio.to_thread(self._connect)
                 try:
-                    if self._settings.network_policy:
-                        await api.keep_off_the_network(until=until)
+                    for policy in policies(self._settings):
+                        await api.see_to(policy, until=until)
                 except BaseException:
                     await uninterrupted(api.close())
                     raise
@@ -242,15 +244,12 @@ class KubernetesRuntime:
 
     async def close(self) -> None:
         self._closed = True
-        ends = await asyncio.gather(
-            *(sandbox.close() for sandbox in list(self._open.values())), return_exceptions=True
-        )
-        api, self._api = self._api, None
-        if api is not None:
-            await api.close()
-        for end in ends:
-            if isinstance(end, BaseException):
-                raise end
+        try:
+            await close_all(self._open.values())
+        finally:
+            api, self._api = self._api, None
+            if api is not None:
+                await api.close()
         if self._home is not None:
             await asyncio.to_thread(self._home.close)
             self._home = None

@@ -9,13 +9,22 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Opening:
+    """Ports (the last one too) of an address that pods may connect to."""
+
+    address: str
+    first_port: int
+    last_port: int
+
+
+@dataclass(frozen=True)
 class KubernetesSettings:
     """Where: ``kubeconfig`` and ``context`` (else the pod's own service account, ``$KUBECONFIG``,
     ``~/.kube/config``), and ``namespace`` (else the context's). What pods are like: ``pod_template`` is a
     file with a pod (YAML: ``metadata``, ``spec``) that ours is laid over; the rest are its fields. With
-    ``network_policy`` one is made that lets nothing in or out. ``isolated`` says that whoever runs this
-    vouches that the cluster's network plugin enforces it. ``start_s`` bounds the start of one pod, pulling
-    included, ``stop_s`` the wait for its end."""
+    ``network_policy`` one is made that lets nothing in or out, and another that lets out to the ``opening``.
+    ``isolated`` says that whoever runs this vouches that the cluster's network plugin enforces it.
+    ``start_s`` bounds the start of one pod, pulling included, ``stop_s`` the wait for its end."""
 
     kubeconfig: Path | None = None
     context: str = ""
@@ -27,6 +36,7 @@ class KubernetesSettings:
     runtime_class: str = ""
     run_as_user: int | None = None
     network_policy: bool = True
+    opening: Opening | None = None
     isolated: bool = False
     starts_at_once: int = 8
     start_s: float = 600.0

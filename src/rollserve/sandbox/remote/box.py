@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
-from rollserve.cancelling import uninterrupted
+from rollserve.cancelling import failed, uninterrupted
 from rollserve.errors import InvalidInput, SandboxError, TooLarge
 from rollserve.sandbox.base import WORKDIR, ExecResult, SandboxSpec, exports
 from rollserve.sandbox.capture import Capture
@@ -178,7 +178,10 @@ class RemoteSandbox:
         self._guests.pop(key, None)
 
     async def listen(self) -> socket.socket:
-        raise SandboxError("nothing is served into a sandbox elsewhere", operation="sandbox.listen")
+        raise SandboxError(
+            "nothing is served into a sandbox elsewhere; session_address.url is where it reaches its session",
+            operation="sandbox.listen",
+        )
 
     async def connect(self, port: int) -> socket.socket:
         raise SandboxError("no port of a sandbox elsewhere is reached", operation="sandbox.connect")
@@ -222,7 +225,7 @@ class RemoteSandbox:
         await asyncio.shield(self._begin_close("it was closed"))
 
     def _begin_close(self, reason: str) -> asyncio.Task[None]:
-        if self._closing is None or _failed(self._closing):
+        if self._closing is None or failed(self._closing):
             if self._ttl is not None:
                 self._ttl.cancel()
             gone = f"the sandbox is gone: {reason}"
@@ -241,8 +244,3 @@ def _path(path: str) -> str:
     if not path or "\0" in path:
         raise InvalidInput(f"{path!r} is not a path", field="path")
     return shlex.quote(str(PurePosixPath(WORKDIR, path)))
-
-
-def _failed(task: asyncio.Task[None]) -> bool:
-    """A close that failed is tried again by the next."""
-    return task.done() and (task.cancelled() or task.exception() is not None)

@@ -6,11 +6,10 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from rollserve.cancelling import uninterrupted
-from rollserve.errors import Conflict, SandboxError
+from rollserve.cancelling import unheard, uninterrupted
+from rollserve.errors import SandboxError
 from rollserve.sandbox.base import ConsoleState
-from rollserve.sandbox.capture import Capture
-from rollserve.sandbox.console import HELD_OUTPUT_BYTES
+from rollserve.sandbox.foreground import Foreground
 from rollserve.sandbox.remote.agent import GUEST
 from rollserve.sandbox.remote.program import Feeder
 from rollserve.sandbox.remote.shell import READ_BYTES, Agent, RemoteShell, Seen, text_of
@@ -24,8 +23,7 @@ class RemoteConsole:
         self._shell = shell
         self._on_end = on_end
         self._number = 0
-        self._command: asyncio.Task[Seen] | None = None
-        self._capture = Capture(HELD_OUTPUT_BYTES)
+        self._foreground: Foreground[Seen] = Foreground()
         self._heard = 0
         self._feeder: Feeder | None = None
         self._timed_out = False
@@ -36,17 +34,16 @@ class RemoteConsole:
 
     @property
     def running(self) -> bool:
-        return self._command is not None and not self._command.done()
+        return self._foreground.running
 
     async def begin(self, command: str, *, timeout_s: float, takes_input: bool = False) -> None:
         text = text_of(command)
         self._check()
-        if self._command is not None:
-            raise Conflict("a command is running in this console")
+        self._foreground.check_empty()
         self._heard, self._timed_out = 0, False
         self._number, seen = await self._shell.begin(text, head=0, tail=0, takes_input=takes_input)
         self._feeder = Feeder(self._agent, f"{self._shell.place}/i.{self._number}") if takes_input else None
-        self._command = asyncio.get_running_loop().create_task(self._run(seen, time.monotonic() + timeout_s))
+        self._foreground.begin(self._run(seen, time.monotonic() + timeout_s))
 
     async def _run(self, seen: Seen, until: float) -> Seen:
         try:
@@ -64,41 +61,19 @@ class RemoteConsole:
     async def _hear(self, total: int) -> None:
         while self._heard < total and (data := await self._shell.part(self._number, self._heard, READ_BYTES)):
             self._heard += len(data)
-            self._capture.feed(data)
+            self._foreground.hear(data)
 
     async def look(self, wait_s: float | None) -> ConsoleState:
-        command = self._command
+        foreground = self._foreground
         self._check()
-        if command is None:
-            return self._state()
-        try:
-            await asyncio.wait({command}, timeout=wait_s)
-        except asyncio.CancelledError:
-            await uninterrupted(self._give_up(command))
-            raise
+        if foreground.empty:
+            return foreground.state()
+        ended = await foreground.wait(wait_s)
         self._check()
-        if not command.done():
-            return self._state(running=True)
-        self._command = None
-        seen = command.result()
-        return self._state(exit_code=None if self._timed_out else seen.code, timed_out=self._timed_out)
-
-    def _state(
-        self, *, running: bool = False, exit_code: int | None = None, timed_out: bool = False
-    ) -> ConsoleState:
-        held, self._capture = self._capture, Capture(HELD_OUTPUT_BYTES)
-        return ConsoleState(
-            output=held.text(),
-            running=running,
-            exit_code=exit_code,
-            timed_out=timed_out,
-            elided_bytes=held.elided_bytes,
-        )
-
-    async def _give_up(self, command: asyncio.Task[Seen]) -> None:
-        command.cancel()
-        await asyncio.wait({command})
-        self._command = None
+        if ended is None:
+            return foreground.state(running=True)
+        seen = foreground.take(ended)
+        return foreground.state(exit_code=None if self._timed_out else seen.code, timed_out=self._timed_out)
 
     def type(self, data: bytes) -> None:
         if self._feeder is not None:
@@ -116,7 +91,7 @@ class RemoteConsole:
             f'$(below $pid "$(cat {place}/old.{self._number})") 2>/dev/null; :'
         )
         task = asyncio.get_running_loop().create_task(self._agent.ask(text))
-        task.add_done_callback(_retrieve)
+        task.add_done_callback(unheard)
 
     async def close(self) -> None:
         self.shut("the console was closed")
@@ -129,9 +104,7 @@ class RemoteConsole:
 
     def shut(self, reason: str) -> None:
         self._gone = self._gone or reason
-        if self._command is not None:
-            self._command.add_done_callback(_forget)
-            self._command.cancel()
+        self._foreground.leave(cancel=True)
         if self._feeder is not None:
             self._feeder.cancel()
 
@@ -139,14 +112,3 @@ class RemoteConsole:
         if self._gone is not None:
             raise SandboxError(self._gone, operation="console")
         self._agent.check()
-
-
-def _retrieve(task: asyncio.Task[bytes]) -> None:
-    if not task.cancelled():
-        task.exception()
-
-
-def _forget(task: asyncio.Task[Seen]) -> None:
-    """Nobody looks any more at what a shut console ran."""
-    if not task.cancelled():
-        task.exception()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from rollserve.cancelling import unheard
 from rollserve.errors import SandboxError
 from rollserve.sandbox.remote.agent import GUEST, encoded
 from rollserve.sandbox.remote.shell import CHUNK_BYTES, READ_BYTES, Agent
@@ -43,17 +44,11 @@ class Feeder:
             await (self.end() if data is None else self.send(data))
 
         self._queue = asyncio.get_running_loop().create_task(one())
-        self._queue.add_done_callback(_retrieve)
+        self._queue.add_done_callback(unheard)  # whoever waits for what the input does hears of it
 
     def cancel(self) -> None:
         if self._queue is not None:
             self._queue.cancel()
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    """Whoever waits for what the input does hears of a sandbox that is gone."""
-    if not task.cancelled():
-        task.exception()
 
 
 class RemoteProgram:
@@ -103,7 +98,7 @@ class RemoteProgram:
     def interrupt(self) -> None:
         interrupt = f"read -r pid <{self._place}/pid; kill -INT $pid $(below $pid) 2>/dev/null; :"
         task = asyncio.get_running_loop().create_task(self._agent.ask(interrupt))
-        task.add_done_callback(_retrieve_bytes)
+        task.add_done_callback(unheard)
 
     async def kill(self) -> None:
         self.shut("the program was ended")
@@ -134,8 +129,3 @@ class RemoteProgram:
         if self._gone is not None:
             raise SandboxError(self._gone, operation="program")
         self._agent.check()
-
-
-def _retrieve_bytes(task: asyncio.Task[bytes]) -> None:
-    if not task.cancelled():
-        task.exception()

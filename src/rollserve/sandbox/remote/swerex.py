@@ -25,6 +25,7 @@ from rollserve.sandbox.base import RuntimeReport, SandboxSpec
 from rollserve.sandbox.images.reference import HOST, Kind, parse
 from rollserve.sandbox.pace import HostPace
 from rollserve.sandbox.remote.box import RemoteSandbox
+from rollserve.sandbox.roster import close_all
 
 if TYPE_CHECKING:
     from swerex.deployment.abstract import AbstractDeployment
@@ -100,6 +101,7 @@ class SwerexRuntime:
             detail=problem or f"SWE-ReX deployment {kind}; isolation, bounds and network are the provider's",
             remedy=_remedy() if problem else "",
             per_process=() if problem else ("memory_mb", "file_mb", "cpu_s"),
+            can=() if problem else ("dial",),
         )
 
     def _problem(self) -> str:
@@ -191,12 +193,7 @@ class SwerexRuntime:
 
     async def close(self) -> None:
         self._closed = True
-        ends = await asyncio.gather(
-            *(sandbox.close() for sandbox in list(self._open.values())), return_exceptions=True
-        )
-        for end in ends:
-            if isinstance(end, BaseException):
-                raise end
+        await close_all(self._open.values())
 
 
 def _remedy() -> str:

@@ -8,6 +8,7 @@ against the schema before a tool sees them. Cancelling a call stops what it star
 from __future__ import annotations
 
 import shlex
+from base64 import b64decode
 from pathlib import PurePosixPath
 from typing import Any, Protocol
 
@@ -22,6 +23,11 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
 
     media_type: str
     base64: str
+
+    @property
+    def data(self) -> bytes:
+        """Raises ``ValueError`` for what is no base64: a tool may attach anything."""
+        return b64decode(self.base64, validate=True)
 
 
 class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,3 +90,17 @@ async def still_there(sandbox: Sandbox) -> None:
     """A path that can't be read and a sandbox that is gone look alike until one asks: raises
     ``SandboxError`` when it does not answer."""
     await sandbox.exec(":", timeout_s=10.0)
+
+
+def ended(output: str, timeout_s: float, *, timed_out: bool, exit_code: int | None) -> ToolResult:
+    """What a command printed, and how it ended where that was not well."""
+    if timed_out:
+        return noted(output, f"[killed after {timeout_s:g} s]", is_error=True)
+    if exit_code:
+        return noted(output, f"[exit code {exit_code}]", is_error=True)
+    return ToolResult(text=output.rstrip("\n"))
+
+
+def noted(output: str, note: str, *, is_error: bool = False) -> ToolResult:
+    text = output.rstrip("\n")
+    return ToolResult(text=f"{text}\n{note}" if text else note, is_error=is_error)

@@ -15,7 +15,7 @@ import msgspec
 
 from rollserve.errors import Conflict, InvalidInput
 from rollserve.sandbox.base import Console, Sandbox
-from rollserve.sandbox.tools.base import ToolResult, function_schema, object_schema, wrong
+from rollserve.sandbox.tools.base import ToolResult, ended, function_schema, noted, object_schema, wrong
 
 MAX_SESSIONS = 8
 MAIN = "main"
@@ -144,16 +144,9 @@ class BashTool:
     async def _look(self, name: str, session: _Session, wait_s: float | None) -> ToolResult:
         state = await session.console.look(wait_s)
         session.told = not state.running
-        text = state.output.rstrip("\n")
         if state.running:
-            note = f"[still running in shell {name!r}]"
-        elif state.timed_out:
-            note = f"[killed after {session.timeout_s:g} s]"
-        elif state.exit_code:
-            note = f"[exit code {state.exit_code}]"
-        else:
-            return ToolResult(text=text)
-        return ToolResult(text=f"{text}\n{note}" if text else note, is_error=not state.running)
+            return noted(state.output, f"[still running in shell {name!r}]")
+        return ended(state.output, session.timeout_s, timed_out=state.timed_out, exit_code=state.exit_code)
 
     async def _end(self, name: str) -> None:
         session = self._sessions.pop(name, None)

@@ -95,8 +95,9 @@ def failed(error: BaseException) -> dict[str, object]:
     return {"error": text, "interrupted": isinstance(error, KeyboardInterrupt)}
 
 
-def plots() -> list[str]:
-    """The figures that were drawn, as base64 of PNG; they are closed."""
+def plots() -> list[dict[str, str]]:
+    """The figures that were drawn, as PNG: the file each is kept as, and base64 of it where it is not too
+    large. They are closed."""
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is None:
         return []
@@ -104,10 +105,29 @@ def plots() -> list[str]:
     for number in pyplot.get_fignums()[:MAX_PLOTS]:
         image = io.BytesIO()
         pyplot.figure(number).savefig(image, format="png")
-        if image.tell() <= MAX_PLOT_BYTES:
-            drawn.append(base64.b64encode(image.getvalue()).decode())
+        data = image.getvalue()
+        shown = base64.b64encode(data).decode() if len(data) <= MAX_PLOT_BYTES else ""
+        drawn.append({"path": kept(data), "png": shown})
     pyplot.close("all")
     return drawn
+
+
+def kept(data: bytes) -> str:
+    """The path of a new file that holds it; empty where none can be written."""
+    folder = os.path.join(os.environ.get("TMPDIR") or "/tmp", "figures")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        number = len(os.listdir(folder)) + 1
+        while True:
+            path = os.path.join(folder, f"{number}.png")
+            try:
+                with open(path, "xb") as file:
+                    file.write(data)
+                return path
+            except FileExistsError:
+                number += 1
+    except OSError:
+        return ""
 
 
 def flush() -> None:

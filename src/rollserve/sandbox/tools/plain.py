@@ -6,7 +6,7 @@ from typing import Any
 
 from rollserve.errors import InvalidInput
 from rollserve.sandbox.base import Sandbox
-from rollserve.sandbox.tools.base import ToolResult, function_schema, wrong
+from rollserve.sandbox.tools.base import ToolResult, ended, function_schema, wrong
 
 
 def _one_string(name: str) -> dict[str, Any]:
@@ -32,14 +32,7 @@ class ShellTool(Stateless):
             result = await self._sandbox.exec(arguments["command"], timeout_s=self._command_s)
         except InvalidInput as error:  # a NUL byte, for one: the model wrote it, the model hears of it
             return wrong(str(error))
-        text = result.output.rstrip("\n")
-        if result.timed_out:
-            note = f"[killed after {self._command_s:g} s]"
-        elif result.exit_code:
-            note = f"[exit code {result.exit_code}]"
-        else:
-            return ToolResult(text=text)
-        return ToolResult(text=f"{text}\n{note}" if text else note, is_error=True)
+        return ended(result.output, self._command_s, timed_out=result.timed_out, exit_code=result.exit_code)
 
 
 class SubmitTool(Stateless):

@@ -32,7 +32,7 @@ GRACE_S = 2.0
 START_S = 30.0
 
 _DESCRIPTION = """Run Python in a persistent interpreter: names stay between calls. The value of the last \
-expression is shown, as are output and errors. matplotlib figures are returned as images."""
+expression is shown, as are output and errors. matplotlib figures are kept as PNG files, which are named."""
 
 
 def _schema(command_s: float) -> dict[str, Any]:
@@ -52,11 +52,16 @@ def _schema(command_s: float) -> dict[str, Any]:
     )
 
 
+class _Plot(msgspec.Struct, frozen=True):
+    path: str
+    png: str
+
+
 class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     value: str | None = None
     error: str | None = None
     interrupted: bool = False
-    plots: tuple[str, ...] = ()
+    plots: tuple[_Plot, ...] = ()
 
 
 class _Ended(Exception):
@@ -194,10 +199,11 @@ def _told(printed: str, answer: _Answer, note: str) -> ToolResult:
     parts = [printed, answer.value or "", (answer.error or "").rstrip("\n")]
     if note:
         parts.append(f"[{note}; names are kept]")
-    if answer.plots:
-        parts.append(f"[{len(answer.plots)} image(s) attached]")
+    parts += [f"[figure: {plot.path or 'it could not be written to a file'}]" for plot in answer.plots]
     return ToolResult(
         text="\n".join(part for part in parts if part),
         is_error=answer.error is not None,
-        attachments=tuple(Attachment(media_type="image/png", base64=plot) for plot in answer.plots),
+        attachments=tuple(
+            Attachment(media_type="image/png", base64=plot.png) for plot in answer.plots if plot.png
+        ),
     )

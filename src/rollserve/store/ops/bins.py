@@ -13,9 +13,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from rollserve.store.base import Bin
 from rollserve.store.ops.tx import Bins, Tx, chunked
 from rollserve.store.schema import Fate, attempts, rollouts, run_bins, runs
+from rollserve.store.values import Bin
 
 TOKENS = "tokens"
 STALENESS = "staleness"
@@ -24,6 +24,8 @@ GROUPS = "groups"
 
 MASKED = "masked"
 LEFT_OUT = "left_out"
+REGRADED = "regraded"
+"""Sampled for a grader in a try to grade once more, which is no attempt."""
 
 _ADD = (
     sa.update(run_bins)

@@ -17,31 +17,31 @@ from pydantic import SecretStr
 from rollserve.errors import LeaseLost, NotFound, StaleEpoch
 from rollserve.records.callback import (
     CallbackMessage,
+    CallbackMessageState,
     CallbackRule,
     CallbackState,
     CallbackStatus,
-    MessageState,
 )
 from rollserve.records.delivery import Lease
-from rollserve.store.base import CallbackDue, Outgoing, Page, TryEnd
 from rollserve.store.ops.deliveries import ack_lease, lease_one, nack_lease
 from rollserve.store.ops.missing import no_such
 from rollserve.store.ops.pages import page
 from rollserve.store.ops.tx import Tx
-from rollserve.store.schema import Handover, callbacks, leases, messages, runs
+from rollserve.store.schema import Handover, callback_messages, callbacks, leases, runs
+from rollserve.store.values import CallbackDue, Outgoing, Page, TryEnd
 
 _SKIPPED_AT_ONCE = 100
 """Looked at in one transaction, so that other writes get their turn in between."""
 
 _SHOWN_ERROR_CHARS = 500
 _ACTIVE = callbacks.c.state == CallbackState.ACTIVE.value
-_IS_PENDING = messages.c.state == MessageState.PENDING.value
+_IS_PENDING = callback_messages.c.state == CallbackMessageState.PENDING.value
 
 
 def dues(conn: sa.Connection) -> list[CallbackDue]:
     first = (
-        sa.select(sa.func.min(messages.c.due_at))
-        .where(messages.c.run_id == callbacks.c.run_id, _IS_PENDING)
+        sa.select(sa.func.min(callback_messages.c.due_at))
+        .where(callback_messages.c.run_id == callbacks.c.run_id, _IS_PENDING)
         .scalar_subquery()
     )
     rows = conn.execute(sa.select(callbacks.c.run_id, callbacks.c.url, first.label("due_at")).where(_ACTIVE))
@@ -55,9 +55,9 @@ def take(tx: Tx, run_id: str, *, ttl_s: float, now: float) -> Outgoing | None:
     if callback is None:
         return None
     due = (
-        sa.select(messages)
-        .where(messages.c.run_id == run_id, _IS_PENDING, messages.c.due_at <= now)
-        .order_by(messages.c.due_at, messages.c.seq)
+        sa.select(callback_messages)
+        .where(callback_messages.c.run_id == run_id, _IS_PENDING, callback_messages.c.due_at <= now)
+        .order_by(callback_messages.c.due_at, callback_messages.c.seq)
         .limit(1)
     )
     for _ in range(_SKIPPED_AT_ONCE):
@@ -71,7 +71,12 @@ def take(tx: Tx, run_id: str, *, ttl_s: float, now: float) -> Outgoing | None:
                 _pass(tx, row, found)
                 continue
             lease = found
-        _set(tx, row.seq, state=MessageState.SENDING.value, lease_id=None if lease is None else lease.id)
+        _set(
+            tx,
+            row.seq,
+            state=CallbackMessageState.SENDING.value,
+            lease_id=None if lease is None else lease.id,
+        )
         return _outgoing(row, callback, lease)
     return None
 
@@ -82,11 +87,11 @@ def _pass(tx: Tx, row: Any, held_until: float | None) -> None:
         _set(tx, row.seq, due_at=held_until)
         return
     why = "the trainer has the group already, or it was too old"
-    _set(tx, row.seq, state=MessageState.SKIPPED.value, ended_at=tx.now, error=why)
+    _set(tx, row.seq, state=CallbackMessageState.SKIPPED.value, ended_at=tx.now, error=why)
 
 
 def _set(tx: Tx, seq: int, **values: Any) -> None:
-    tx.conn.execute(sa.update(messages).where(messages.c.seq == seq).values(**values))
+    tx.conn.execute(sa.update(callback_messages).where(callback_messages.c.seq == seq).values(**values))
 
 
 def _outgoing(row: Any, callback: Any, lease: Lease | None) -> Outgoing:
@@ -104,15 +109,17 @@ def _outgoing(row: Any, callback: Any, lease: Lease | None) -> Outgoing:
     )
 
 
-def end(tx: Tx, sent: Outgoing, end: TryEnd, *, now: float) -> MessageState | None:
-    row = tx.conn.execute(sa.select(messages).where(messages.c.seq == sent.seq)).one_or_none()
+def end(tx: Tx, sent: Outgoing, end: TryEnd, *, now: float) -> CallbackMessageState | None:
+    row = tx.conn.execute(
+        sa.select(callback_messages).where(callback_messages.c.seq == sent.seq)
+    ).one_or_none()
     lease_id = None if sent.lease is None else sent.lease.id
-    if row is None or row.state != MessageState.SENDING.value or row.lease_id != lease_id:
+    if row is None or row.state != CallbackMessageState.SENDING.value or row.lease_id != lease_id:
         return None
     state, due_at = end.state, end.due_at
-    if lease_id is not None and state is not MessageState.SKIPPED:
+    if lease_id is not None and state is not CallbackMessageState.SKIPPED:
         state, due_at = _settled(tx, lease_id, end, now)
-    over = state is not MessageState.PENDING
+    over = state is not CallbackMessageState.PENDING
     _set(
         tx,
         sent.seq,
@@ -126,24 +133,28 @@ def end(tx: Tx, sent: Outgoing, end: TryEnd, *, now: float) -> MessageState | No
     )
     if end.stop:
         _stop(tx, sent.run_id, end.error or "")
-    if state is MessageState.DEAD:
+    if state is CallbackMessageState.DEAD:
         told = {"message_id": row.id, "tries": row.tries + 1, "error": end.error}
         tx.emit("callback.dead", run_id=sent.run_id, group_id=row.group_id, data=told)
     return state
 
 
-def _settled(tx: Tx, lease_id: str, end: TryEnd, now: float) -> tuple[MessageState, float]:
+def _settled(tx: Tx, lease_id: str, end: TryEnd, now: float) -> tuple[CallbackMessageState, float]:
     """Ack the lease or give it back. What the receiver acked by itself is sent, whatever it answered; what it
     took too late to answer has to go again, as any lease that ran out."""
     try:
-        if end.state is MessageState.SENT:
+        if end.state is CallbackMessageState.SENT:
             ack_lease(tx, lease_id)
-            return MessageState.SENT, now
+            return CallbackMessageState.SENT, now
         if _is_acked(tx, lease_id):
-            return MessageState.SENT, now
+            return CallbackMessageState.SENT, now
         nack_lease(tx, lease_id)
     except (LeaseLost, StaleEpoch):
-        return (MessageState.PENDING, now) if end.state is MessageState.SENT else (end.state, end.due_at)
+        return (
+            (CallbackMessageState.PENDING, now)
+            if end.state is CallbackMessageState.SENT
+            else (end.state, end.due_at)
+        )
     return end.state, end.due_at
 
 
@@ -160,14 +171,16 @@ def _stop(tx: Tx, run_id: str, why: str) -> None:
 
 def recover(tx: Tx, now: float) -> int:
     rows = tx.conn.execute(
-        sa.select(messages.c.seq, messages.c.lease_id).where(messages.c.state == MessageState.SENDING.value)
+        sa.select(callback_messages.c.seq, callback_messages.c.lease_id).where(
+            callback_messages.c.state == CallbackMessageState.SENDING.value
+        )
     ).all()
-    again = TryEnd(state=MessageState.PENDING, due_at=now)
+    again = TryEnd(state=CallbackMessageState.PENDING, due_at=now)
     for row in rows:
         state, due_at = again.state, now
         if row.lease_id is not None:
             state, due_at = _settled(tx, row.lease_id, again, now)
-        ended_at = None if state is MessageState.PENDING else now
+        ended_at = None if state is CallbackMessageState.PENDING else now
         _set(tx, row.seq, state=state.value, due_at=due_at, lease_id=None, ended_at=ended_at)
     return len(rows)
 
@@ -194,27 +207,27 @@ def _callback(conn: sa.Connection, run_id: str) -> Any:
 def status(conn: sa.Connection, run_id: str) -> CallbackStatus:
     row = _callback(conn, run_id)
     counted = conn.execute(
-        sa.select(messages.c.state, sa.func.count().label("many"))
-        .where(messages.c.run_id == run_id)
-        .group_by(messages.c.state)
+        sa.select(callback_messages.c.state, sa.func.count().label("many"))
+        .where(callback_messages.c.run_id == run_id)
+        .group_by(callback_messages.c.state)
     )
     many = {each.state: each.many for each in counted}
     return CallbackStatus(
         rule=CallbackRule.model_validate_json(row.rule),
         state=row.state,
         detail=row.detail,
-        messages={state.value: many.get(state.value, 0) for state in MessageState},
+        messages={state.value: many.get(state.value, 0) for state in CallbackMessageState},
     )
 
 
 def list_messages(
-    conn: sa.Connection, run_id: str, state: MessageState | None, cursor: str | None, limit: int
+    conn: sa.Connection, run_id: str, state: CallbackMessageState | None, cursor: str | None, limit: int
 ) -> Page[CallbackMessage]:
     _callback(conn, run_id)
-    query = sa.select(messages).where(messages.c.run_id == run_id)
+    query = sa.select(callback_messages).where(callback_messages.c.run_id == run_id)
     if state is not None:
-        query = query.where(messages.c.state == state.value)
-    return page(conn, query, messages.c.seq, _message, cursor=cursor, limit=limit)
+        query = query.where(callback_messages.c.state == state.value)
+    return page(conn, query, callback_messages.c.seq, _message, cursor=cursor, limit=limit)
 
 
 def _message(row: Any) -> CallbackMessage:
@@ -223,11 +236,13 @@ def _message(row: Any) -> CallbackMessage:
 
 def resend(tx: Tx, run_id: str, ids: Sequence[str] | None, *, now: float) -> int:
     _callback(tx.conn, run_id)
-    dead = sa.and_(messages.c.run_id == run_id, messages.c.state == MessageState.DEAD.value)
+    dead = sa.and_(
+        callback_messages.c.run_id == run_id, callback_messages.c.state == CallbackMessageState.DEAD.value
+    )
     if ids is not None:
-        dead = sa.and_(dead, messages.c.id.in_(ids))
-    again = {"state": MessageState.PENDING.value, "tries": 0, "due_at": now, "ended_at": None}
-    many = tx.conn.execute(sa.update(messages).where(dead).values(**again)).rowcount
+        dead = sa.and_(dead, callback_messages.c.id.in_(ids))
+    again = {"state": CallbackMessageState.PENDING.value, "tries": 0, "due_at": now, "ended_at": None}
+    many = tx.conn.execute(sa.update(callback_messages).where(dead).values(**again)).rowcount
     active = {"state": CallbackState.ACTIVE.value, "detail": ""}
     tx.conn.execute(sa.update(callbacks).where(callbacks.c.run_id == run_id).values(**active))
     tx.emit("callback.resent", run_id=run_id, data={"messages": many})
@@ -235,11 +250,11 @@ def resend(tx: Tx, run_id: str, ids: Sequence[str] | None, *, now: float) -> int
 
 
 def counts(conn: sa.Connection) -> dict[str, int]:
-    open_states = (MessageState.PENDING, MessageState.SENDING, MessageState.DEAD)
+    open_states = (CallbackMessageState.PENDING, CallbackMessageState.SENDING, CallbackMessageState.DEAD)
     counted = conn.execute(
-        sa.select(messages.c.state, sa.func.count().label("many"))
-        .where(messages.c.state.in_([state.value for state in open_states]))
-        .group_by(messages.c.state)
+        sa.select(callback_messages.c.state, sa.func.count().label("many"))
+        .where(callback_messages.c.state.in_([state.value for state in open_states]))
+        .group_by(callback_messages.c.state)
     )
     many = {each.state: each.many for each in counted}
     stopped = sa.select(sa.func.count()).select_from(callbacks).where(sa.not_(_ACTIVE))

@@ -8,7 +8,6 @@ import sqlalchemy as sa
 
 from rollserve.errors import Conflict, NotFound, listed, nearest
 from rollserve.records.delivery import Checkpoint
-from rollserve.store.base import Page
 from rollserve.store.ops import handover, outbox
 from rollserve.store.ops import sources as source_ops
 from rollserve.store.ops.missing import LOOKED_AT
@@ -17,6 +16,7 @@ from rollserve.store.ops.policies import get_policy, rewind_policy
 from rollserve.store.ops.trainers import known_trainer, places_of, run_policy
 from rollserve.store.ops.tx import Tx
 from rollserve.store.schema import Handover, checkpoints, deliveries, groups, run_counts, runs, trainers
+from rollserve.store.values import Page
 
 
 def _checkpoint(row: Any) -> Checkpoint:

@@ -17,11 +17,11 @@ import sqlalchemy as sa
 from rollserve.errors import FailureKind
 from rollserve.records.control import GroupRule
 from rollserve.records.rollout import Failure, GroupState, Rollout, RolloutState, Stop, move
-from rollserve.store.base import Stopped
 from rollserve.store.ops import bins, outbox
 from rollserve.store.ops.rollouts import rollout_of
 from rollserve.store.ops.tx import Tx, chunked
 from rollserve.store.schema import Fate, Queue, groups, rollouts, run_counts, runs
+from rollserve.store.values import Stopped
 
 STEP = 500
 """Groups ended in one transaction, so that other writes get their turn in between."""

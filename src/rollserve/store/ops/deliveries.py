@@ -17,11 +17,11 @@ from rollserve.errors import InvalidInput, LeaseLost
 from rollserve.records.base import new_id
 from rollserve.records.delivery import Lease
 from rollserve.records.run import RunState, SourceState
-from rollserve.store.base import Handed
 from rollserve.store.ops import handover
 from rollserve.store.ops.trainers import known_trainer, places_of, stale_epoch
 from rollserve.store.ops.tx import Tx, to_json
 from rollserve.store.schema import Handover, deliveries, groups, leases, run_counts, runs, sources, trainers
+from rollserve.store.values import Handed
 
 _LEASE_AGAIN = (
     sa.update(deliveries)

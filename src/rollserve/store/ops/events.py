@@ -8,9 +8,11 @@ import msgspec
 import sqlalchemy as sa
 
 from rollserve.records.event import Event
+from rollserve.store.ops.tx import Tx
 from rollserve.store.schema import events
 
 _PRUNE_EVERY = 1000
+_TRIED_BYTES = 64 << 10
 
 
 class EventLog:
@@ -30,6 +32,14 @@ class EventLog:
             self._since_prune = 0
             newest = conn.execute(sa.select(sa.func.max(events.c.seq))).scalar_one()
             conn.execute(sa.delete(events).where(events.c.seq <= newest - self._keep))
+
+
+def try_write(tx: Tx) -> None:
+    """Something of a size that needs room, and that nobody sees: it is gone with the transaction."""
+    row = {"at": tx.now, "type": "probe", "data": "0" * _TRIED_BYTES}
+    made = tx.conn.execute(sa.insert(events).values(row)).inserted_primary_key
+    assert made is not None
+    tx.conn.execute(sa.delete(events).where(events.c.seq == made.seq))
 
 
 def list_events(conn: sa.Connection, after: int, limit: int, run_id: str | None) -> list[Event]:

@@ -11,13 +11,14 @@ import sqlalchemy as sa
 from rollserve.errors import FailureKind
 from rollserve.records.rollout import Attempt, Failure, Rollout, RolloutState, move
 from rollserve.records.run import RunState
-from rollserve.store.base import Finish, Finished, SealedPayload, Stopped
 from rollserve.store.ops.bins import Outcome, moved, outcome_of
 from rollserve.store.ops.cancel import end_cancelled, end_run_step
 from rollserve.store.ops.closing import Ended, settle
 from rollserve.store.ops.rollouts import rollout_of
 from rollserve.store.ops.tx import Tx
+from rollserve.store.payload import SealedPayload
 from rollserve.store.schema import ATTEMPT_UNTOLD, Fate, Queue, attempts, rollouts, run_counts, runs
+from rollserve.store.values import Finish, Finished, Stopped
 
 SAMPLED = "sampled_tokens"
 """Among an attempt's counts."""

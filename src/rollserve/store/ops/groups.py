@@ -16,12 +16,12 @@ from rollserve.records.control import GroupRule
 from rollserve.records.rollout import Group, GroupState, RolloutState
 from rollserve.records.run import RunSpec, RunState
 from rollserve.records.task import Task
-from rollserve.store.base import NewGroup, Page
 from rollserve.store.ops.closing import rule_of
 from rollserve.store.ops.missing import no_such
 from rollserve.store.ops.pages import page
 from rollserve.store.ops.tx import Tx, chunked
 from rollserve.store.schema import Queue, groups, rollouts, run_counts, runs
+from rollserve.store.values import NewGroup, Page
 
 RETRY_FULL_S = 2.0
 MAX_TASK_CHARS = 8 << 20

@@ -9,10 +9,10 @@ from typing import Any
 import sqlalchemy as sa
 
 from rollserve.records.rollout import GroupState
-from rollserve.store.base import Handed
 from rollserve.store.ops import bins
 from rollserve.store.ops.tx import Tx, chunked
 from rollserve.store.schema import Fate, groups
+from rollserve.store.values import Handed
 
 
 def book(tx: Tx, run_id: str, group_ids: Sequence[str], handed: Sequence[Handed]) -> None:

@@ -12,9 +12,9 @@ import msgspec
 import sqlalchemy as sa
 
 from rollserve.records.base import new_id
-from rollserve.records.callback import CallbackRule, CallbackState, MessageState
+from rollserve.records.callback import CallbackMessageState, CallbackRule, CallbackState
 from rollserve.store.ops.tx import Tx, to_json
-from rollserve.store.schema import Handover, callbacks, deliveries, messages
+from rollserve.store.schema import Handover, callback_messages, callbacks, deliveries
 
 _EVENTS = sa.select(callbacks.c.events).where(callbacks.c.run_id == sa.bindparam("of_run"))
 _BLANK: dict[str, None] = {"ended_at": None, "lease_id": None, "status": None, "error": None}
@@ -52,7 +52,7 @@ def _put(tx: Tx, run_id: str, event_type: str, items: list[tuple[str | None, dic
     common = {
         "run_id": run_id,
         "type": event_type,
-        "state": MessageState.PENDING.value,
+        "state": CallbackMessageState.PENDING.value,
         "tries": 0,
         "created_at": tx.now,
         "due_at": tx.now,
@@ -61,7 +61,7 @@ def _put(tx: Tx, run_id: str, event_type: str, items: list[tuple[str | None, dic
         {**common, "id": new_id("msg"), "group_id": group_id, "data": to_json(data)}
         for group_id, data in items
     ]
-    tx.conn.execute(sa.insert(messages), rows)
+    tx.conn.execute(sa.insert(callback_messages), rows)
 
 
 def rewound(tx: Tx, run_id: str, trainer: str) -> None:
@@ -74,7 +74,9 @@ def rewound(tx: Tx, run_id: str, trainer: str) -> None:
         deliveries.c.trainer == trainer,
         deliveries.c.state == Handover.RETURNED.value,
     )
-    again = {"state": MessageState.PENDING.value, "tries": 0, "due_at": tx.now, **_BLANK}
+    again = {"state": CallbackMessageState.PENDING.value, "tries": 0, "due_at": tx.now, **_BLANK}
     tx.conn.execute(
-        sa.update(messages).where(messages.c.run_id == run_id, messages.c.group_id.in_(back)).values(**again)
+        sa.update(callback_messages)
+        .where(callback_messages.c.run_id == run_id, callback_messages.c.group_id.in_(back))
+        .values(**again)
     )

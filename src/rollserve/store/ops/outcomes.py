@@ -11,10 +11,10 @@ import sqlalchemy as sa
 
 from rollserve.records.evaluation import Outcome
 from rollserve.records.rollout import RolloutState
-from rollserve.store.base import Page
 from rollserve.store.ops.pages import page
 from rollserve.store.ops.tx import chunked
 from rollserve.store.schema import attempts, groups, rollouts
+from rollserve.store.values import Page
 
 _TITLE_CHARS = 80
 _ENDED = (RolloutState.COMPLETED.value, RolloutState.FAILED.value, RolloutState.CANCELLED.value)
@@ -36,8 +36,13 @@ class _Failure(msgspec.Struct):
 
 
 def task_key(task: dict[str, Any]) -> str:
-    told = _encode({name: task.get(name) for name in _IDENTITY})
+    told = _encode({name: task.get(name) for name in _IDENTITY} | _pictures(task))
     return f"task_{hashlib.sha256(told).hexdigest()[:20]}"
+
+
+def _pictures(task: dict[str, Any]) -> dict[str, Any]:
+    """Part of what a task is, where it has some."""
+    return {"pictures": task["pictures"]} if task.get("pictures") else {}
 
 
 def list_outcomes(conn: sa.Connection, run_id: str, cursor: str | None, limit: int) -> Page[list[Outcome]]:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from rollserve.errors import InvalidInput
-from rollserve.store.base import Page
+from rollserve.store.values import Page
 
 T = TypeVar("T")
 

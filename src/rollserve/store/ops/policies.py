@@ -19,11 +19,11 @@ from rollserve.records.policy import (
     TemplateFinding,
 )
 from rollserve.records.update import Canary, WeightUpdate
-from rollserve.store.base import Page
 from rollserve.store.ops.missing import no_policy, no_such
 from rollserve.store.ops.pages import page
 from rollserve.store.ops.tx import Tx, to_json
 from rollserve.store.schema import backends, policies
+from rollserve.store.values import Page
 
 KEEP_LABELS = 1024
 """Labels of a policy's newest versions that are kept: tokens in flight are never older."""

@@ -7,10 +7,10 @@ from typing import Any
 import sqlalchemy as sa
 
 from rollserve.records.rollout import Attempt, Failure, Rollout, RolloutState
-from rollserve.store.base import Page
 from rollserve.store.ops.missing import no_such
 from rollserve.store.ops.pages import page
 from rollserve.store.schema import attempts, rollouts
+from rollserve.store.values import Page
 
 
 def rollout_of(row: Any) -> Rollout:

@@ -8,7 +8,6 @@ import sqlalchemy as sa
 
 from rollserve.errors import Conflict
 from rollserve.records.run import Run, RunSpec, RunState, SourceStatus
-from rollserve.store.base import Page
 from rollserve.store.ops import outbox, regrades
 from rollserve.store.ops.missing import no_policy, no_such
 from rollserve.store.ops.pages import page
@@ -16,13 +15,13 @@ from rollserve.store.ops.tx import Tx
 from rollserve.store.schema import (
     COUNTERS,
     attempts,
+    callback_messages,
     callbacks,
     checkpoints,
     deliveries,
     events,
     groups,
     leases,
-    messages,
     policies,
     rollouts,
     run_bins,
@@ -31,6 +30,7 @@ from rollserve.store.schema import (
     sources,
     trainers,
 )
+from rollserve.store.values import Page
 
 PRUNE_STEP = 2000
 """Rows forgotten in one transaction, so that other writes get their turn in between."""
@@ -157,7 +157,7 @@ def prune_step(tx: Tx, run_id: str) -> tuple[list[str], bool]:
     payloads = _forget(tx, attempts, run_id, attempts.c.payload)
     if payloads is not None:
         return [item for item in payloads if item], False
-    for table in (rollouts, groups, events, messages):
+    for table in (rollouts, groups, events, callback_messages):
         if _forget(tx, table, run_id) is not None:
             return [], False
     for small in (deliveries, leases, checkpoints, trainers, run_counts, run_bins, sources, callbacks):

@@ -12,11 +12,11 @@ from rollserve.errors import NotFound
 from rollserve.records.delivery import Checkpoint
 from rollserve.records.rollout import Group, GroupState, RolloutState
 from rollserve.records.run import RunState, SourceState, SourceStatus
-from rollserve.store.base import Fed, SourceResult, Supply
 from rollserve.store.ops import bins, outbox
 from rollserve.store.ops.groups import Prepared, group_of, insert, new_group
 from rollserve.store.ops.tx import Tx, chunked
 from rollserve.store.schema import GROUP_JUDGING, groups, policies, rollouts, run_counts, runs, sources
+from rollserve.store.values import Fed, SourceResult, Supply
 
 _LEFT_OUT = (GroupState.FILTERED.value, GroupState.CANCELLED.value, GroupState.FAILED.value)
 

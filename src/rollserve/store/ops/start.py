@@ -19,7 +19,6 @@ from rollserve.records.control import GroupRule
 from rollserve.records.rollout import Attempt, Rollout, RolloutState, move
 from rollserve.records.run import RunState
 from rollserve.records.task import Task
-from rollserve.store.base import Start
 from rollserve.store.ops.closing import rule_of
 from rollserve.store.ops.rollouts import rollout_of
 from rollserve.store.ops.tx import Tx, chunked
@@ -34,6 +33,7 @@ from rollserve.store.schema import (
     run_counts,
     runs,
 )
+from rollserve.store.values import Start
 
 _PROMOTE = (
     sa.update(rollouts)

@@ -10,8 +10,12 @@ from pathlib import Path
 import torch
 from transformers import Qwen3ForCausalLM
 
+from rollserve.trainers.tiny.demonstrations import Mixture
 from rollserve.trainers.tiny.model import save_model
 from rollserve.trainers.tiny.warmstart import WarmStart, warm_start
+
+EASY = 0.25
+"""Share of easy tasks among those that are shown to a policy for a mix."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -19,6 +23,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, help="directory for the warm-started model")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--threads", type=int, default=1, help="torch threads")
+    made.add_argument("--mix", action="store_true", help="show easy tasks too, which it then always solves")
     made.add_argument(
         "--check", action="store_true", help="train it on with GRPO against a simulated sandbox"
     )
@@ -29,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     args = parser().parse_args()
     torch.set_num_threads(args.threads)
-    settings = WarmStart()
+    settings = WarmStart(mixture=Mixture(easy=EASY)) if args.mix else WarmStart()
 
     def progress(step: int, loss: float, seconds: float) -> None:
         if step % 5 == 0:

@@ -17,6 +17,7 @@ from rollserve.trainers.tiny.rendering import Rendering
 from rollserve.trainers.tiny.task import (
     DIGITS,
     KEYS,
+    easy_instruction,
     instruction,
     missing,
     pointer,
@@ -30,13 +31,15 @@ Bits = NDArray[np.bool_]
 @dataclass(frozen=True, slots=True)
 class Mixture:
     """How often each decision is taken: answer at once with a guess, or read a file that is not there
-    (at the first file, and at the second); and after such an error, guess instead of going on."""
+    (at the first file, and at the second); and after such an error, guess instead of going on. ``easy`` is
+    the share of tasks of that kind, which are always shown solved."""
 
     guess_first: float = 0.18
     wrong_first: float = 0.10
     guess_second: float = 0.30
     wrong_second: float = 0.12
     guess_after_error: float = 0.5
+    easy: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,15 @@ def paths(rendering: Rendering, mixture: Mixture) -> list[Path]:
 
 def _ways(m: Mixture) -> Iterator[tuple[float, tuple[str, ...]]]:
     """Every way an episode can go, and its share. Steps: ``first``/``second`` read the right file,
-    ``wrong first``/``wrong second`` one that is not there; ``guess`` and ``answer`` end."""
+    ``wrong first``/``wrong second`` one that is not there; ``guess`` and ``answer`` end. An easy task is
+    answered at once."""
+    for share, steps in _lookups(m):
+        yield (1 - m.easy) * share, steps
+    if m.easy:
+        yield m.easy, ("answer",)
+
+
+def _lookups(m: Mixture) -> Iterator[tuple[float, tuple[str, ...]]]:
     go_on = 1 - m.guess_after_error
     yield m.guess_first, ("guess",)
     yield m.wrong_first * m.guess_after_error, ("wrong first", "guess")
@@ -110,7 +121,8 @@ def _render(rendering: Rendering, values: Values, steps: tuple[str, ...]) -> tup
         "wrong first": (wrong_first, missing(wrong_first)),
         "wrong second": (wrong_second, missing(wrong_second)),
     }
-    prompt = rendering.prompt(instruction(first))
+    easy = steps[0] == "answer"
+    prompt = rendering.prompt(easy_instruction(values.answer) if easy else instruction(first))
     mask = [False] * len(prompt)
     for step in steps[:-1]:
         key, output = calls[step]

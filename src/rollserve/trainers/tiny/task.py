@@ -3,16 +3,22 @@
 The user says ``lookup q``. File ``q`` holds ``see k``, file ``k`` holds ``47``; two more files lead
 elsewhere. The policy has to read ``q``, read ``k``, and answer ``47``: three turns and two commands in
 the sandbox. Nothing in the prompt tells the answer, so a guess is right once in a hundred.
+
+Two more kinds make a mix of difficulty (``Mix``). Easy: ``answer 47``, one turn, which the policy is
+warm-started to solve nearly always. Hard: ``lookup q`` as above, but the answer has six digits, of which it
+was never shown more than two.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from random import Random
 from string import ascii_lowercase
 from typing import Any, TypedDict
 
 KEYS = ascii_lowercase
 DIGITS = "0123456789"
+HARD_DIGITS = 6
 
 SHELL_TOOL: dict[str, Any] = {
     "type": "function",
@@ -50,8 +56,43 @@ def make_task(rng: Random) -> LookupTask:
     return {"instruction": instruction(first), "files": files, "answer": answer}
 
 
+def make_easy(rng: Random) -> LookupTask:
+    """Nothing to look up; and a file that is not asked for."""
+    answer, wrong = (f"{number:02d}" for number in rng.sample(range(100), 2))
+    files = {rng.choice(KEYS): f"{wrong}\n"}
+    return {"instruction": easy_instruction(answer), "files": files, "answer": answer}
+
+
+def make_hard(rng: Random) -> LookupTask:
+    """The same chain, with an answer of ``HARD_DIGITS`` digits."""
+    made = make_task(rng)
+    answer = f"{rng.randrange(10**HARD_DIGITS):0{HARD_DIGITS}d}"
+    files = {
+        name: f"{answer}\n" if text == f"{made['answer']}\n" else text for name, text in made["files"].items()
+    }
+    return {**made, "files": files, "answer": answer}
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Shares of the tasks that the policy always solves, and never; the others are what it can learn."""
+
+    easy: float = 0.375
+    hard: float = 0.375
+
+    def draw(self, rng: Random) -> LookupTask:
+        at = rng.random()
+        if at < self.easy:
+            return make_easy(rng)
+        return make_hard(rng) if at < self.easy + self.hard else make_task(rng)
+
+
 def instruction(key: str) -> str:
     return f"lookup {key}"
+
+
+def easy_instruction(answer: str) -> str:
+    return f"answer {answer}"
 
 
 def read_command(key: str) -> str:

@@ -42,7 +42,7 @@ def warm_start(
     """Make a model and train it; the same for the same seed (and number of torch threads)."""
     model = make_model(settings.size, seed=seed)
     rendering = Rendering(tools)
-    skill = Demonstrations(rendering, Mixture(0, 0, 0, 0), seed)
+    skill = Demonstrations(rendering, Mixture(0, 0, 0, 0, easy=settings.mixture.easy), seed)
     mixture = Demonstrations(rendering, settings.mixture, seed + 1)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=settings.weight_decay
@@ -55,7 +55,7 @@ def warm_start(
         ids, mask = (torch.from_numpy(array) for array in source.batch(settings.rows))
         loss = -token_logprobs(model, ids, mask).mean()
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if report is not None:

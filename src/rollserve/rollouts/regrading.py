@@ -2,7 +2,8 @@
 
 What the grader gets to see is what was kept: calls, the whole answer, and those files that the run keeps
 (``keep_files``). Where that is not enough the grading is impossible, and says why; it is no failure, and
-no try of it would end otherwise.
+no try of it would end otherwise. No policy is run but those that the grader asks, in a session of its own:
+what they say is recorded until the server has counted it.
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ from rollserve.errors import (
     NotFound,
     forget_frames,
 )
-from rollserve.executor.base import StartGrading
+from rollserve.executor.base import StartRegrading
+from rollserve.gateway.base import Ending, SessionSpec
 from rollserve.grader.base import Grade, Grader, Grading, check_grade
-from rollserve.records.regrade import Graded, GradingState
+from rollserve.records.regrade import Graded, RegradingState
 from rollserve.rollouts.attempt_log import AttemptLog, Lines
 from rollserve.rollouts.clock import ActiveTimer
 from rollserve.rollouts.conversation import conversation
-from rollserve.rollouts.failures import boundary, failure_of, plain_json
+from rollserve.rollouts.failures import boundary, failure_of, plain_json, usable
 from rollserve.rollouts.holdings import Holdings
+from rollserve.rollouts.judging import Judges, has_judges
 from rollserve.rollouts.keepsakes import Carried, missing_of, unpack
 from rollserve.rollouts.outcome import ANSWER_CHARS
 from rollserve.rollouts.stages import StagePools
 from rollserve.rollouts.wanted import wanted_sandbox
 from rollserve.rollouts.worker_ports import AttemptObserver, WorkerPorts
 from rollserve.sandbox.base import Sandbox
-from rollserve.store.base import AttemptPayload, EndState
+from rollserve.store.payload import AttemptPayload, EndState, Segment
 
 _LOG_LINES = 200
 
@@ -41,15 +44,16 @@ class Impossible(Exception):
     """What the grader needs was not kept."""
 
 
-class StoredGrading:
+class RegradingRunner:
     """One grading, run once. Cancelled, it releases what it holds and says nothing: the server grades anew
     what a lost worker had."""
 
     def __init__(
-        self, start: StartGrading, *, ports: WorkerPorts, pools: StagePools, observer: AttemptObserver
+        self, start: StartRegrading, *, ports: WorkerPorts, pools: StagePools, observer: AttemptObserver
     ) -> None:
         self._start = start
         self._task = start.task()
+        self._run = start.run()
         self._ports = ports
         self._observer = observer
         self._place = pools.place()
@@ -62,6 +66,7 @@ class StoredGrading:
             clock=ports.clock, log=self._log, close_s=ports.bounds.close_s, observer=observer
         )
         self._code: dict[str, str] = {}
+        self._segment: Segment | None = None
 
     async def run(self) -> Graded:
         began = time.monotonic()
@@ -71,9 +76,9 @@ class StoredGrading:
             ):
                 graded = self._graded(await self._play())
         except Impossible as error:
-            graded = Graded(state=GradingState.IMPOSSIBLE, note=str(error))
+            graded = Graded(state=RegradingState.IMPOSSIBLE, note=str(error))
         except EpisodeFailure as error:
-            graded = Graded(state=GradingState.FAILED, failure=failure_of(error))
+            graded = Graded(state=RegradingState.FAILED, failure=failure_of(error))
             forget_frames(error)
         finally:
             await self._release()
@@ -93,10 +98,12 @@ class StoredGrading:
 
     async def _ask(self) -> Grade:
         payload = await self._payload()
-        entry = await self._ports.graders.resolve(self._task.grader)
+        with usable("grader", GraderFailure, self._log):
+            entry = await self._ports.graders.resolve(self._task.grader)
+            grader = entry.make(dict(self._task.grader.options))
         self._code = dict(entry.code)
-        grader = entry.make(dict(self._task.grader.options))
         call_ids = [call.id for call in payload.calls]
+        judges = await self._open_judges()
         grading = Grading(
             task=self._task,
             answer=self._answer(payload),
@@ -105,9 +112,31 @@ class StoredGrading:
             log=self._log,
             pause=self._timer.pause,
             sandbox=await self._sandbox(grader, payload.end),
+            model=judges,
         )
         with boundary("grade", GraderFailure, log=self._log):
-            return check_grade(await grader.grade(grading), call_ids, operation="grade")
+            grade = await grader.grade(grading)
+            if judges is not None:
+                judges.check()
+            return check_grade(grade, call_ids, operation="grade")
+
+    async def _open_judges(self) -> Judges | None:
+        if not has_judges(self._run):
+            return None
+        start = self._start
+        self._segment = self._ports.payloads.open_segment(start.run_id, start.owner)
+        spec = SessionSpec(
+            attempt_id=start.owner,
+            rollout_id=start.rollout_id,
+            run=self._run,
+            limits=self._task.limits,
+            segment=self._segment,
+            clock=self._timer,
+            stage="grade",
+        )
+        session = await self._ports.gateway.open_session(spec)
+        self._held.hold_session(session)
+        return Judges(session)
 
     async def _payload(self) -> AttemptPayload:
         attempt = self._start.attempt()
@@ -150,13 +179,16 @@ class StoredGrading:
     def _graded(self, grade: Grade) -> Graded:
         detail = plain_json(grade.detail, self._ports.bounds.detail_bytes) if grade.detail else {}
         return Graded(
-            state=GradingState.GRADED,
+            state=RegradingState.GRADED,
             reward=float(grade.reward),
             call_rewards=grade.call_rewards,
             detail=detail,
         )
 
     async def _release(self) -> None:
+        await self._held.stop_agent_side(Ending.ENDED)
+        if self._segment is not None:
+            self._segment.leave()
         await self._held.close_sandboxes()
         left = self._held.give_up_sandboxes()
         if left:

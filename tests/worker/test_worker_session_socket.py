@@ -30,14 +30,18 @@ async def test_the_way_is_opened_once_and_closed_before_the_sandbox(bench: Bench
     assert attempt.reward == 1.0
     assert attempt.detail["agent"] == {"url": "http://inside/s/session-a/v1", "calls": ["call-0"]}
     order = bench.fakes.journal.entries
-    assert order.count("route.closed") == 1
-    assert order.index("session.closed a") < order.index("route.closed") < order.index("sandbox.closed a-1")
+    assert order.count("session_socket.closed") == 1
+    assert (
+        order.index("session.closed a")
+        < order.index("session_socket.closed")
+        < order.index("sandbox.closed a-1")
+    )
     assert bench.fakes.leftovers == []
 
 
 async def test_an_agent_that_asks_for_none_has_none(bench: Bench) -> None:
     await bench.play()
-    assert "route.closed" not in bench.fakes.journal.entries
+    assert "session_socket.closed" not in bench.fakes.journal.entries
 
 
 async def test_it_is_closed_when_the_attempt_is_cancelled(bench: Bench) -> None:

@@ -11,10 +11,10 @@ def only_session(app: ASGIApp, session_id: str) -> ASGIApp:
     ``/s/<any>/v1/…`` are both ``/s/<session_id>/v1/…``. So another session's secret is refused, which
     the path of that session would let in."""
 
-    async def route(scope: Scope, receive: Receive, send: Send) -> None:
+    async def narrowed(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             path = f"/s/{session_id}{dialects.split(scope['path'])[1]}"
             scope = {**scope, "path": path, "raw_path": path.encode()}
         await app(scope, receive, send)
 
-    return route
+    return narrowed

@@ -30,7 +30,7 @@ from rollserve.records.run import RunSpec
 from rollserve.records.task import Limits
 from rollserve.records.update import WeightUpdate
 from rollserve.sandbox.tools.plain import ShellTool
-from rollserve.store.payloads import FilePayloadStore
+from rollserve.store.payload_files import FilePayloadStore
 
 INFO = BackendInfo(engine="none", models=["m"], logprobs_mode="processed")
 

@@ -14,7 +14,7 @@ import numpy as np
 from rollserve.records.call import Call, Message, SamplingParams, VersionSpan, pack_floats, pack_ids
 from rollserve.store.packing import pack, unpack
 from rollserve.store.payload import AttemptPayload
-from rollserve.store.payloads import FilePayloadStore
+from rollserve.store.payload_files import FilePayloadStore
 from rollserve.store.sql import SqlStore
 from rollserve.testing.store_facts import ending, make_group, open_run
 

@@ -25,7 +25,7 @@ from rollserve.gateway.service import GatewayService
 from rollserve.records.policy import Backend, BackendInfo, BackendSpec, Policy, PolicySpec
 from rollserve.records.run import RunSpec
 from rollserve.records.task import Limits
-from rollserve.store.payloads import FilePayloadStore
+from rollserve.store.payload_files import FilePayloadStore
 
 
 class NoClock:

@@ -12,8 +12,9 @@ _PORTS = {"http": 80, "https": 443}
 _HOST = re.compile(r"[0-9a-z._~:%-]+", re.IGNORECASE)
 """As ``yarl`` encodes names of other letters, and addresses of IPv6 with their zone."""
 
-_USERINFO = re.compile(r"//.*@")
-"""Too much rather than too little: a password may have a slash in it."""
+_USERINFO = re.compile(r"^([^/]*//)?.*@")
+_BEHIND = re.compile(r"([?#]).*")
+"""Of both too much rather than too little: a password may have a slash in it, a query a key."""
 
 
 def checked_root(url: str) -> str:
@@ -30,7 +31,9 @@ def checked_root(url: str) -> str:
     for what, there in (("query", "?" in url), ("fragment", "#" in url)):
         if there:
             hint = f"did you mean {root!r}?"
-            raise InvalidInput(f"{url!r} has a {what}: a server's root has none", field="url", hint=hint)
+            raise InvalidInput(
+                f"{shown(url)!r} has a {what}: a server's root has none", field="url", hint=hint
+            )
     return root
 
 
@@ -45,7 +48,7 @@ def root_of(url: str) -> str:
     except ValueError as error:
         raise InvalidInput(f"{shown(url)!r} is no address: {error}", field="url") from error
     if scheme not in _PORTS or not host or not _HOST.fullmatch(host):
-        hint = f"did you mean 'http://{url}'?" if "://" not in url else None
+        hint = f"did you mean 'http://{shown(url)}'?" if "://" not in url else None
         raise InvalidInput(f"{shown(url)!r} is no http:// or https:// address", field="url", hint=hint)
     named = parsed.raw_authority.rpartition("@")
     name = f"[{host}]" if ":" in host else host
@@ -54,8 +57,8 @@ def root_of(url: str) -> str:
 
 
 def shown(url: str) -> str:
-    """Without what may be a user and password, for messages."""
-    return _USERINFO.sub("//***@", url)
+    """Without what may be secret, for messages: user and password, query and fragment."""
+    return _BEHIND.sub(r"\1***", _USERINFO.sub(r"\1***@", url))
 
 
 def _path(raw: str) -> str:

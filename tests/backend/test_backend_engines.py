@@ -84,6 +84,24 @@ async def test_a_plain_balancer_shows_by_its_processes(
     assert caught.value.field == "url"
 
 
+@KINDS
+async def test_metrics_and_models_may_be_long(
+    engine: ScriptedEngine, connect: Connect, kind: BackendKind
+) -> None:
+    """Of an engine with a thousand adapters, and histograms of each."""
+    app = make(kind, engine)
+
+    async def metrics(scope: Scope, asked: bytes, receive: Receive, send: Send) -> None:
+        await send_body(send, 200, b"# HELP much of it\n" * 100_000)
+
+    app.add_route("/metrics", metrics)
+    async with serving(app) as url:
+        assert (await connect(url, kind).probe()).models == ["scripted"]
+        models = [{"id": "scripted"}, *({"id": f"adapter-{at}", "root": "x" * 1000} for at in range(1500))]
+        add(app, "/v1/models", {"object": "list", "data": models})
+        assert len((await connect(url, kind).probe()).models) == 1501
+
+
 @pytest.mark.parametrize(
     ("kind", "path"),
     [(BackendKind.VLLM, "/inference/v1/abort_requests"), (BackendKind.SGLANG, "/abort_request")],

@@ -123,7 +123,7 @@ async def test_an_answer_without_end_is_cut_off(ask: Ask, kind: str) -> None:
     async with served(app) as url, asyncio.timeout(20):
         http = Http(url, max_answer_bytes=1 << 20)
         try:
-            with pytest.raises(BackendError, match="sent more than 1048576 bytes and no end"):
+            with pytest.raises(BackendError, match=r"sent more than 1048576 bytes$"):
                 await VllmBackend(http, "scripted").generate(ask(), lambda ids, logprobs: None)
         finally:
             await http.close()

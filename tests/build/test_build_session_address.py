@@ -265,6 +265,7 @@ def test_plain_text_over_a_network_is_refused() -> None:
     refused(PLAIN, "url", "in plain text")
     assert read({**PLAIN, "allow_plain": True}).tls is None
     assert read({**PLAIN, "url": "http://localhost:{port}"}).tls is None
+    refused({"url": "http://localhost:{port}", "host": "0.0.0.0"}, "certificate_file", "speaks plain HTTP")
 
 
 def test_a_plain_listener_on_a_network_is_refused() -> None:

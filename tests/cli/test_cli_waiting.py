@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -204,3 +204,21 @@ async def test_it_leaves_without_noise(shared_server: Server, tmp_path: Path, se
     assert f"run {run.id} goes on: `rollserve status {run.id}` follows it" in waiting.said
     for noise in ("Traceback", "Task", "asyncio", "Error"):
         assert noise not in waiting.said
+
+
+async def test_a_server_that_is_started_again_does_not_end_the_wait(
+    make_server: Callable[..., Server], backend_url: str, tmp_path: Path
+) -> None:
+    server = make_server()
+    await server.start()
+    async with server.client() as client:
+        await add_lonely(client)
+        async with submitting(write_tasks(tmp_path), "--policy", "lonely", "--url", server.url) as waiting:
+            await waiting.until("has no backend")
+            server.kill()
+            await waiting.until("trying again")
+            await server.start()
+            await client.register_backend("lonely", RegisterBackend(url=backend_url, kind=BackendKind.VLLM))
+            code, out = await waiting.end()
+    assert code == 0, waiting.said
+    assert "1 graded" in out

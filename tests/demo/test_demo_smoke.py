@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -22,16 +23,53 @@ from rollserve.records.task import Task
 from rollserve.sandbox.registry import make_runtime
 
 
+def run_demo(folder: Path, *arguments: str) -> dict[str, Any]:
+    """Its report."""
+    command = [sys.executable, "-m", "rollserve.demo", "--json", *arguments]
+    if not make_runtime("bubblewrap", folder).report().usable:
+        command += ["--runtime", "process", "--allow-unsafe"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=380, check=False)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder of a demo of three steps, and its report."""
+    folder = tmp_path_factory.mktemp("demo")
+    return folder, run_demo(folder, "--steps", "3")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_server_draws_the_tasks_and_the_first_good_version_is_found(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rollserve.demo", "--steps", "2", "--json"]
-    command += ["--dynamic-sampling", "--milestone", "0.1"]
-    if not make_runtime("bubblewrap", tmp_path).report().usable:
-        command += ["--runtime", "process", "--allow-unsafe"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=380, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+def test_the_demo_trains_a_few_steps_and_leaves_its_report(trained: tuple[Path, dict[str, Any]]) -> None:
+    folder, report = trained
+    assert report == json.loads((folder / "demo-report.json").read_text())
+    assert report["stuck"] == 0
+    assert report["steps"] == 3
+    assert report["rollouts_delivered"] == 3 * 64
+    assert 0.2 < report["success_rate_start"] < 0.6
+    assert report["tokens_sampled"] > 0
+    assert 0 <= report["trainer_idle_share"] <= 1
+    assert report["policy_versions"] == 3
+    output = folder / "demo-output"
+    assert (output / "learning.png").read_bytes().startswith(b"\x89PNG")
+    assert load_tokenizer(str(output / TRAINED)).vocab_size > 0
+    assert not _same_weights(output / "model", output / TRAINED)
+    assert Task.model_validate_json((output / TASK).read_text()).instruction.startswith("lookup ")
+    assert "[assistant]" in (output / "trajectory.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_server_draws_the_tasks_and_the_first_good_version_is_found(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    model = trained[0] / "demo-output" / "model"
+    report = run_demo(
+        tmp_path, *("--model", str(model), "--steps", "2", "--dynamic-sampling", "--milestone", "0.1")
+    )
     assert report["dynamic_sampling"] is True
     assert (report["steps"], report["policy_versions"], report["stuck"]) == (2, 2, 0)
     assert report["rollouts_delivered"] == 2 * 64
@@ -41,31 +79,6 @@ def test_the_server_draws_the_tasks_and_the_first_good_version_is_found(tmp_path
     assert report["milestone"]["rollouts"] >= 64
     assert report["milestone"]["tokens"] > 0
     assert 0 < report["milestone"]["busy_s"] <= report["trainer_busy_seconds"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_demo_trains_a_few_steps_and_leaves_its_report(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rollserve.demo", "--steps", "3", "--json"]
-    if not make_runtime("bubblewrap", tmp_path).report().usable:
-        command += ["--runtime", "process", "--allow-unsafe"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=380, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report == json.loads((tmp_path / "demo-report.json").read_text())
-    assert report["stuck"] == 0
-    assert report["steps"] == 3
-    assert report["rollouts_delivered"] == 3 * 64
-    assert 0.2 < report["success_rate_start"] < 0.6
-    assert report["tokens_sampled"] > 0
-    assert 0 <= report["trainer_idle_share"] <= 1
-    assert report["policy_versions"] == 3
-    assert (tmp_path / "demo-output" / "learning.png").read_bytes().startswith(b"\x89PNG")
-    output = tmp_path / "demo-output"
-    assert load_tokenizer(str(output / TRAINED)).vocab_size > 0
-    assert not _same_weights(output / "model", output / TRAINED)
-    assert Task.model_validate_json((output / TASK).read_text()).instruction.startswith("lookup ")
-    assert "[assistant]" in (tmp_path / "demo-output" / "trajectory.txt").read_text()
 
 
 def _same_weights(one: Path, other: Path) -> bool:
@@ -90,6 +103,13 @@ def test_an_unsafe_runtime_needs_the_explicit_flag(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "UNSAFE" in done.stdout
     assert "--allow-unsafe" in done.stdout
+
+
+@pytest.mark.parametrize("rate", ["0", "2", "-1", "nan"])
+def test_a_milestone_is_a_rate(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        demo.parse([f"--milestone={rate}"])
+    assert "--milestone is a success rate" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from rollserve.wire import OpenRun
 from tests.integration import learner
 from tests.integration.conftest import Server, add_policy, descendants, gone, shell_task, until
 
+KILLS = 10
 SOURCE = TaskSource(tasks=(shell_task(runtime="none", tools=[]),), num_rollouts=2, in_flight=8, epochs=None)
 
 
@@ -92,10 +93,10 @@ async def restart(server: Server) -> None:
     await server.start()
 
 
-async def disturb(server: Server, trainers: Trainers, chance: random.Random, kills: int) -> None:
-    """So many kills of each, and two take-overs, in any order; a trainer may be killed while the server is
-    away or it has just begun."""
-    steps = ["server"] * kills + ["trainer"] * kills + ["take over"] * 2
+async def disturb(server: Server, trainers: Trainers, chance: random.Random) -> None:
+    """``KILLS`` of each, and two take-overs, in any order; a trainer may be killed while the server is away
+    or it has just begun."""
+    steps = ["server"] * KILLS + ["trainer"] * KILLS + ["take over"] * 2
     chance.shuffle(steps)
     restarting: asyncio.Task[None] | None = None
     for step in steps:
@@ -117,14 +118,13 @@ async def completed(client: Client, run: RunHandle) -> list[str]:
     return [rollout.id async for rollout in client.rollouts(run_id=run.id, state=state)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
 async def test_each_finished_rollout_once_in_the_final_parameters(
     make_server: Callable[..., Server],
     make_trainers: Callable[[str, str], Trainers],
     backend_url: str,
     engine: ScriptedEngine,
-    kills: int,
 ) -> None:
     server = make_server("workers.run_slots=8")
     await server.start()
@@ -133,7 +133,7 @@ async def test_each_finished_rollout_once_in_the_final_parameters(
         quota = Quota(max_undelivered_groups=16)
         run = await client.open_run(OpenRun(policy="tiny", source=SOURCE, quota=quota))
         trainers = make_trainers(server.url, run.id)
-        await disturb(server, trainers, random.Random(7 + kills), kills)
+        await disturb(server, trainers, random.Random(17))
         before = await completed(client, run)
         async with asyncio.timeout(60):
             while len(await completed(client, run)) < len(before) + 20:

@@ -117,7 +117,7 @@ async def test_a_judge_that_is_dead_is_one_too_when_its_time_is_over(
     async with server.client() as client:
         run = await a_run(client, backend_url, jury, routes=ROUTES)
         await jury.die()
-        await unjudged(client, await graded_by(run, "judged", wall_s=15))
+        await unjudged(client, await graded_by(run, "judged", wall_s=8))
 
 
 async def unjudged(client: Client, group: FinishedGroup) -> None:

@@ -90,3 +90,13 @@ def test_what_no_root_has_is_refused_and_no_password_told(url: str, hint: str | 
 
 def test_an_address_is_shown_without_its_user() -> None:
     assert shown("http://me:p/w@h/a") == "http://***@h/a"
+    assert shown("me:pw@h:80/a?key=k") == "***@h:80/a?***"
+
+
+@pytest.mark.parametrize(
+    "url", ["me:secret@h:80", "http://h/?key=secret", "http://h/#secret", "http://me:secret@h"]
+)
+def test_what_is_refused_says_no_secret(url: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        checked_root(url)
+    assert "secret" not in f"{caught.value.message} {caught.value.hint}"

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from rollserve.backend.base import BackendHealth
-from rollserve.errors import InvalidInput
+from rollserve.errors import InvalidInput, NotFound
 from rollserve.executor.base import BackendReport, WorkerStats
 from rollserve.records.policy import Backend, BackendInfo, BackendSpec, BackendState
 from rollserve.rollouts.bell import Bell
@@ -55,14 +55,51 @@ class Hung(ScriptedBackend):
         raise AssertionError("it never answers")
 
 
+class Gated(ScriptedBackend):
+    """Answers once ``gate`` opens; without an engine it is gone by then."""
+
+    def __init__(self, gate: asyncio.Event, engine: ScriptedEngine | None) -> None:
+        super().__init__(engine)
+        self._gate, self._there = gate, engine is not None
+
+    async def look(self) -> BackendHealth:
+        await self._gate.wait()
+        if not self._there:
+            raise NotFound("no such backend")
+        return await super().look()
+
+
+class CutOff(Checkups):
+    """What it sees of a backend can't be told just when the places of others are given to the next."""
+
+    async def report(self, report: BackendReport) -> None:
+        for _ in range(2):
+            await asyncio.sleep(0)
+        raise RuntimeError("the store is gone")
+
+
+class LastOfTheFirst(Engine):
+    """Of the first 16 that are looked at, the last one is there; later ones hang."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+
+    def open(self, spec: BackendSpec, model: str) -> ScriptedBackend:
+        self.looks += 1
+        if self.looks > 16:
+            return Hung(ScriptedEngine())
+        return Gated(self.gate, ScriptedEngine(model=model) if self.looks == 16 else None)
+
+
 class Bench:
-    def __init__(self, room: Room) -> None:
-        self.room, self.engine, self.clock = room, Engine(), FakeClock()
+    def __init__(self, room: Room, *, engine: Engine | None = None, kind: type[Checkups] = Checkups) -> None:
+        self.room, self.engine, self.clock = room, engine or Engine(), FakeClock()
         ports = replace(
             room.core._ports, probe_backend=self.engine.probe, open_backend=self.engine.open, clock=self.clock
         )
         policies = Policies(ports, Templates(ports, happened=Bell()), changed=Bell(), happened=Bell())
-        self.checkups = Checkups(ports, policies, room.core._shared.fleet)
+        self.checkups = kind(ports, policies, room.core._shared.fleet)
 
     async def backend(self) -> Backend:
         await self.room.run()
@@ -131,6 +168,25 @@ async def test_those_that_hang_hold_up_no_look_at_the_others(bench: Bench) -> No
     last = await register("pol", BackendSpec(url="http://b:1"))
     async with bench.running():
         await until(lambda: bench.checkups.age_s(last.id) is not None)
+
+
+async def test_a_round_that_is_cut_off_takes_no_place_from_the_next(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollserve.rollouts.checkups._PLACE_S", 3600.0)
+    engine = LastOfTheFirst()
+    bench = Bench(room, engine=engine, kind=CutOff)
+    await room.run()
+    for number in range(32):
+        await room.core.policies.register("pol", BackendSpec(url=f"http://b{number}"))
+    cut = asyncio.create_task(bench.look())
+    await until(lambda: engine.looks == 16)
+    engine.gate.set()
+    with pytest.raises(ExceptionGroup):
+        await cut
+    engine.looks = 16
+    async with bench.running():
+        await until(lambda: engine.looks == 32)
 
 
 async def test_it_looks_at_the_start_and_every_so_often(bench: Bench) -> None:

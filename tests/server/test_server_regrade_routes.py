@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -122,6 +123,21 @@ async def test_a_route_that_nothing_answers_is_refused_before_anything_begins(ma
         await room.core.regrades.begin(run.id, EXACT, routes={})
 
 
+async def test_a_request_that_comes_again_does_not_need_its_judge(make_room: MakeRoom) -> None:
+    """Its answer was lost, and the judge is gone since: the regrade of then comes back."""
+    async with make_room(FakeExecutor(play=completes())) as room:
+        backend_id = await a_jury(room)
+        run = await a_run(room)
+        begin = room.core.regrades.begin
+        first = await begin(run.id, EXACT, "key", routes=JUDGE)
+        await room.core.policies.remove("jury", backend_id)
+        assert await begin(run.id, EXACT, "key", routes=JUDGE) == first
+        with pytest.raises(Conflict):
+            await begin(run.id, EXACT, "key", routes={})
+        with pytest.raises(InvalidInput, match="no backend that could answer"):
+            await begin(run.id, EXACT, "another", routes=JUDGE)
+
+
 async def test_a_judge_amid_an_update_of_its_weights_is_waited_for(make_room: MakeRoom) -> None:
     async with make_room(FakeExecutor(play=completes())) as room:
         backend_id = await a_jury(room)
@@ -160,6 +176,36 @@ async def test_what_judges_sampled_is_in_a_bin_of_its_own_each_try_once(make_roo
         assert bins == before  # the attempts' own are where they were
         assert payloads.live == {}
         assert set(payloads.kept) == {f"{run.id}/{grading.attempt_id}"}
+
+
+async def test_a_worker_lost_amid_the_end_of_a_try_does_not_end_it_again(make_room: MakeRoom) -> None:
+    payloads = FakePayloads()
+    executor = FakeExecutor(play=completes(payloads))
+    async with make_room(executor, payloads=payloads) as room:
+        await a_jury(room)
+        run = await a_run(room, rollouts=2, retry=QUICK)
+        regrade = await room.core.regrades.begin(run.id, EXACT, routes=JUDGE)
+        await room.until(lambda: len(executor.regradings) == 2)
+        (worker, told), (_, other) = executor.regradings
+        asked(room, told, 5)
+        looking, on = asyncio.Event(), asyncio.Event()
+
+        async def held() -> None:
+            if not looking.is_set():
+                looking.set()
+                await on.wait()
+
+        payloads.before_salvage = held
+        executor.graded(worker, told, GOOD)
+        await looking.wait()
+        executor.kill(worker)  # it had the other one too, which is settled last
+        await room.until(lambda: any(each.tries == 2 for _, each in executor.regradings))
+        again = [each.rollout_id for _, each in executor.regradings[2:]]
+        on.set()
+        assert again == [other.rollout_id]
+        executor.graded(*executor.regradings[2], GOOD)
+        assert [(each.tries, each.reward) for each in await done(room, regrade)] == [(1, 0.5), (2, 0.5)]
+        assert await regraded_bin(room, run) == Bin(count=1, tokens=5)
 
 
 async def test_what_was_sampled_when_the_server_died_is_counted(make_room: MakeRoom) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from rollserve.errors import ConfigError, InvalidInput
-from rollserve.usercode.base import Role
+from rollserve.sandbox.tools import ToolResult
+from rollserve.usercode import params
+from rollserve.usercode.base import CodeFault, CodeInfo, Ending, Role, Use
 from rollserve.usercode.hosts import HostSettings, ZygoteHosts
 
 
@@ -91,6 +93,20 @@ async def test_a_module_that_hangs_is_given_up(code_dir: Path) -> None:
     try:
         with pytest.raises(InvalidInput, match="still running after"):
             await hosts.describe("hangs:f", Role.TOOL, field="tools.0")
+    finally:
+        await hosts.close()
+
+
+async def test_an_import_that_hangs_later_on_is_told_by_the_next_call(code_dir: Path) -> None:
+    hosts = ZygoteHosts(code_dir=code_dir, settings=HostSettings(describe_s=0.3, cancel_grace_s=0.3))
+    described = CodeInfo(path="hangs:f", role=Role.TOOL, name="f", module="hangs", generation=1)
+    order = params.RunTool(path="hangs:f", arguments_json=b"{}", sandbox_id=None)
+    try:
+        async with hosts.open(Use.LEAF, handlers={}, log=lambda line: None, code=(described,)) as host:
+            for _ in range(2):
+                with pytest.raises(CodeFault, match=r"^at import: still running after 0\.3 s$") as caught:
+                    await host.call("tool", order, ToolResult, timeout_s=30.0)
+                assert caught.value.ending is Ending.TIMED_OUT
     finally:
         await hosts.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 from rollserve.agent.base import AgentResult, Episode
@@ -34,6 +35,25 @@ async def test_it_is_given_the_address_and_the_authority_once(bench: Bench) -> N
     assert sum("NODE_EXTRA_CA_CERTS" in command for command in sandbox.commands) == 1
     assert "session_socket.closed" not in bench.fakes.journal.entries
     assert bench.fakes.leftovers == []
+
+
+async def test_those_who_ask_at_once_share_one_opening(bench: Bench) -> None:
+    advertised(bench, ADDRESS)
+
+    async def at_once(episode: Episode) -> AgentResult:
+        first, second = await asyncio.gather(episode.reach(), episode.reach())
+        assert first == second
+        return AgentResult(answer="ok", detail={"url": first})
+
+    async def others_first() -> None:
+        await asyncio.sleep(0)
+
+    bench.fakes.agents.plays["inside"] = at_once
+    bench.fakes.hooks.write_file = others_first
+    attempt = await bench.play(agent="inside")
+    assert attempt.detail["agent"] == {"url": "https://10.0.0.5:8801/s/session-a/v1"}
+    (sandbox,) = bench.fakes.runtime.made
+    assert sum("NODE_EXTRA_CA_CERTS" in command for command in sandbox.commands) == 1
 
 
 async def test_what_everybody_trusts_needs_no_word(bench: Bench) -> None:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
 
 from rollserve.agent.base import AgentResult, Episode
-from rollserve.errors import SandboxError
+from rollserve.errors import InfrastructureFailure, SandboxError
+from rollserve.gateway.base import Session
 from rollserve.records.call import Message
 from rollserve.records.rollout import RolloutState
 from rollserve.testing.attempt_bench import AttemptBench as Bench
@@ -36,6 +43,48 @@ async def test_the_way_is_opened_once_and_closed_before_the_sandbox(bench: Bench
         < order.index("session_socket.closed")
         < order.index("sandbox.closed a-1")
     )
+    assert bench.fakes.leftovers == []
+
+
+async def test_those_who_ask_at_once_share_one_way(bench: Bench) -> None:
+    async def at_once(episode: Episode) -> AgentResult:
+        first, second = await asyncio.gather(episode.reach(), episode.reach())
+        assert first == second
+        return AgentResult(answer="ok", detail={"url": first})
+
+    async def others_first() -> None:
+        await asyncio.sleep(0)
+
+    bench.fakes.agents.plays["inside"] = at_once
+    bench.fakes.hooks.listen = others_first
+    attempt = await bench.play(agent="inside")
+    assert attempt.detail["agent"] == {"url": "http://inside/s/session-a/v1"}
+    assert bench.fakes.journal.entries.count("session_socket.closed") == 1
+    assert bench.fakes.leftovers == []
+
+
+async def test_a_way_that_did_not_open_is_tried_again(bench: Bench) -> None:
+    tries = 0
+
+    @asynccontextmanager
+    async def refuses_once(session: Session, sock: socket.socket) -> AsyncIterator[str]:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            sock.close()
+            raise OSError("not now")
+        async with bench.fakes.serve_session(session, sock) as url:
+            yield url
+
+    async def insists(episode: Episode) -> AgentResult:
+        with pytest.raises(InfrastructureFailure, match="not now"):
+            await episode.reach()
+        return AgentResult(answer="ok", detail={"url": await episode.reach()})
+
+    bench.fakes.ports = replace(bench.fakes.ports, serve_session=refuses_once)
+    bench.fakes.agents.plays["inside"] = insists
+    attempt = await bench.play(agent="inside")
+    assert attempt.detail["agent"] == {"url": "http://inside/s/session-a/v1"}
     assert bench.fakes.leftovers == []
 
 

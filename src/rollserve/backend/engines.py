@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from rollserve.backend.http import Answer, Http
+from rollserve.backend.http import MAX_METRICS_BYTES, Answer, Http
 from rollserve.backend.probing import ask
 from rollserve.errors import BackendError, InvalidInput
 
@@ -54,7 +54,7 @@ async def refuse_without_abort(http: Http, path: str, body: bytes) -> None:
 
 
 async def _start(http: Http) -> bytes | None:
-    answer = await ask(http, "/metrics")
+    answer = await ask(http, "/metrics", max_bytes=MAX_METRICS_BYTES)
     found = _STARTED.search(answer.body) if answer.status == 200 else None
     return found[1] if found else None
 

@@ -30,10 +30,12 @@ socket that the server is just closing."""
 MAX_ANSWER_BYTES = 512 << 20
 """Of a whole answer (a million tokens with logprobs and a few extras), and of one event of a stream."""
 
-MAX_SAID_BYTES = 1 << 20
-"""Of what a server says of itself: health, models, version. Asked every few seconds, of whatever answers."""
-
 MAX_METRICS_BYTES = 4 << 20
+MAX_MODELS_BYTES = 4 << 20
+"""Of the list: an engine with many adapters has an entry for each."""
+
+MAX_SAID_BYTES = 1 << 20
+"""Of what else a server says of itself (health, version). Asked every few seconds, of whatever answers."""
 
 _DATA = b"data: "
 
@@ -63,7 +65,7 @@ class Answer:
 class Http:
     """A client of one server. ``base_url`` is its root. Raises ``InvalidInput`` (field ``url``) for what
     is no HTTP address; every call raises ``BackendUnavailable`` when the server can't be reached or
-    breaks off, ``BackendError`` when what answers does not speak HTTP or does not end."""
+    breaks off, ``BackendError`` when what answers does not speak HTTP or says too much."""
 
     def __init__(
         self,
@@ -152,7 +154,7 @@ class Http:
 
     def _check_size(self, size: int, path: str, max_bytes: int) -> None:
         if size > max_bytes:
-            message = f"{self.url}{path} sent more than {max_bytes} bytes and no end"
+            message = f"{self.url}{path} sent more than {max_bytes} bytes"
             raise BackendError(message, operation=path)
 
     async def _events(self, response: aiohttp.ClientResponse, path: str) -> AsyncGenerator[list[bytes]]:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from rollserve.backend.base import BackendHealth
-from rollserve.backend.http import Answer, Http
+from rollserve.backend.http import MAX_MODELS_BYTES, MAX_SAID_BYTES, Answer, Http
 from rollserve.backend.refusals import describe, message_of
 from rollserve.errors import BackendError, BackendUnavailable, InvalidInput, nearest
 
@@ -55,7 +55,7 @@ class _Models(msgspec.Struct, frozen=True):
 async def listed_models(http: Http) -> list[Model]:
     """What ``/v1/models`` lists. Raises ``InvalidInput``: field ``url`` when what answers is no such
     server, ``api_key`` when it wants one."""
-    answer = await ask(http, "/v1/models")
+    answer = await ask(http, "/v1/models", max_bytes=MAX_MODELS_BYTES)
     if _is_rollserve(answer):
         raise InvalidInput(
             f"{http.url} is a rollserve server, which has no model of its own", field="url", hint=ENGINES
@@ -105,10 +105,11 @@ async def looked_at(http: Http, model: str, health: BackendHealth) -> BackendHea
     return health
 
 
-async def ask(http: Http, path: str) -> Answer:
-    """GET for a probe: a server that can't be reached is the caller's wrong address."""
+async def ask(http: Http, path: str, *, max_bytes: int = MAX_SAID_BYTES) -> Answer:
+    """GET for a probe: a server that can't be reached, or says more than ``max_bytes``, is the caller's wrong
+    address. Raises ``InvalidInput`` (field ``url``)."""
     try:
-        return await http.get(path)
+        return await http.get(path, max_bytes=max_bytes)
     except (BackendUnavailable, BackendError) as error:
         message = f"no inference server at {http.url}: {error.message}"
         raise InvalidInput(message, field="url", hint=UNREACHED + ENGINES) from error

@@ -163,12 +163,12 @@ def _check_plain(told: SessionAddressSettings, url: SplitResult, tls: ssl.SSLCon
                 f"sends what {url.hostname} is told, secrets too, over the network in plain text",
                 hint="make it https, with certificate_file and key_file, or accept it with allow_plain",
             )
-    elif tls is None and not told.allow_plain and not is_loopback(told.host):
+    if tls is None and not told.allow_plain and not is_loopback(told.host):
         raise _fault(
             "certificate_file",
             f"is not set, so that the listener on {told.host} speaks plain HTTP",
-            hint="give certificate_file and key_file; where a proxy of yours ends TLS, listen on 127.0.0.1, "
-            "or accept it with allow_plain",
+            hint="give certificate_file and key_file; listen on 127.0.0.1 (host) where a proxy of yours ends "
+            "TLS, or all is on this machine; or accept it with allow_plain",
         )
 
 

@@ -1,4 +1,4 @@
-"""A worker's listener for sandboxes elsewhere: sessions, each by its secret, and nothing else.
+"""A worker's listener for sandboxes elsewhere: sessions, each by its secret, and whether it is there.
 
 It faces a network. Connections whose TLS handshake is not over are no connections of uvicorn's yet, which its
 bounds could hold: they have a time-out and a bound of their own here.

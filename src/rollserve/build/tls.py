@@ -63,6 +63,7 @@ def check_trust(server: ssl.SSLContext, authority: Path, host: str, *, field: st
             through = [_is_through(end) for end in ends]
             if all(through):
                 return
+        raise ConfigError(f"no connection by TLS comes about in {_STEPS} steps", field=field)
     except ssl.SSLCertVerificationError as error:
         raise ConfigError(
             f"who trusts {authority} does not trust the certificate for {host}: {error.verify_message}",

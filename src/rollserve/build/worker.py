@@ -36,7 +36,7 @@ from rollserve.rollouts.warm import WarmRuntime
 from rollserve.rollouts.worker import Worker
 from rollserve.rollouts.worker_ports import WorkerPorts
 from rollserve.sandbox.base import Runtime, SpareMaker
-from rollserve.store.payloads import FilePayloadStore
+from rollserve.store.payload_files import FilePayloadStore
 
 Tell = Callable[[FromWorker], object]
 

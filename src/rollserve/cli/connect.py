@@ -8,6 +8,8 @@ from rollserve.client import Client
 PATIENCE_S = 3.0
 """A person at a terminal would rather hear at once that there is no server."""
 
+RESTART_S = 60.0
+"""One who waits anyway would rather wait for a server that is started again."""
 
 LOOK_S = 10.0
 """A server that is well answers a plain question in less."""
@@ -17,6 +19,11 @@ WORK_S = 120.0
 
 def connect(where: Where, *, timeout_s: float = WORK_S) -> Client:
     return Client(*where, timeout_s=timeout_s, patience_s=PATIENCE_S)
+
+
+def stay(where: Where) -> Client:
+    """For what waits for the run's results."""
+    return Client(*where, timeout_s=WORK_S, patience_s=RESTART_S)
 
 
 def look(where: Where) -> Client:

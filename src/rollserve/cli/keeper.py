@@ -16,6 +16,9 @@ import time
 
 OWNER = "_ROLLSERVE_STARTED_BY"
 GRACE_S = 10.0
+_KILLED_WITHIN_S = 10.0
+"""After that a process hangs in the kernel, and nobody can end it."""
+
 _LOOK_EVERY_S = 0.05
 
 
@@ -35,11 +38,11 @@ def marked(mark: str) -> list[int]:
 
 def end_all(mark: str, grace_s: float) -> None:
     """Each is asked once, then killed; until none is left at two looks (one that is just being started has
-    the mark in a moment)."""
+    the mark in a moment), or what is left can't be killed."""
     asked: set[int] = set()
     deadline = time.monotonic() + grace_s
     empty_looks = 0
-    while empty_looks < 2:
+    while empty_looks < 2 and time.monotonic() < deadline + _KILLED_WITHIN_S:
         left, late = marked(mark), time.monotonic() >= deadline
         empty_looks = 0 if left else empty_looks + 1
         for pid in left:

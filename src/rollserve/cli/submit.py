@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rollserve.cli.connect import connect
+from rollserve.cli.connect import connect, stay
 from rollserve.cli.obstacles import in_the_way
 from rollserve.cli.options import Where
 from rollserve.cli.output import counted, err, out, print_json, table
@@ -67,7 +67,7 @@ async def submit(
         ids = await _submitted(handle, file, num_rollouts, own=own)
         if not as_json:
             out.print(f"run {handle.id}: {counted(len(ids), 'group')} of {num_rollouts} submitted")
-        results = await _waited(client, handle, ids, quiet=as_json) if wait else None
+        results = await _waited(where, handle.id, ids, quiet=as_json) if wait else None
         closed = results is not None and own and await _close(handle)
         if results is None and not as_json:
             await _leave(client, handle)
@@ -108,12 +108,13 @@ async def _close(handle: RunHandle) -> bool:
     return True
 
 
-async def _waited(client: Client, handle: RunHandle, ids: list[str], *, quiet: bool) -> Results:
+async def _waited(where: Where, run_id: str, ids: list[str], *, quiet: bool) -> Results:
     try:
-        return await wait_for(client, handle, ids, quiet=quiet)
-    except asyncio.CancelledError:
-        follow = f"`rollserve status {handle.id}` follows it, `rollserve run close {handle.id}` ends it"
-        err.print(f"run {handle.id} goes on: {follow}", soft_wrap=True, markup=False)
+        async with stay(where) as client:
+            return await wait_for(client, await client.run(run_id), ids, quiet=quiet)
+    except (asyncio.CancelledError, RollserveError):
+        follow = f"`rollserve status {run_id}` follows it, `rollserve run close {run_id}` ends it"
+        err.print(f"run {run_id} goes on: {follow}", soft_wrap=True, markup=False)
         raise
 
 

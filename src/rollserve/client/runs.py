@@ -9,6 +9,7 @@ from contextlib import aclosing
 from rollserve.client.delivery import ExportedGroup, FinishedGroup, GroupStream, export
 from rollserve.client.http import Transport, part
 from rollserve.client.listing import pages
+from rollserve.errors import InvalidInput
 from rollserve.records.callback import CallbackMessage, CallbackMessageState, CallbackStatus
 from rollserve.records.control import GroupRule
 from rollserve.records.delivery import Checkpoint
@@ -54,8 +55,10 @@ class RunHandle:
     ) -> list[GroupSummary]:
         """A group for each task, all or none. ``rule`` says when they are over; else the run's does.
         Durable once this returns. ``key`` makes a repetition from another process safe; repetitions by
-        this call are. Raises ``QueueFull`` when the run's
-        bound is still reached after waiting."""
+        this call are. Raises ``QueueFull`` when the run's bound is still reached after waiting, and
+        ``InvalidInput`` for one task that is in no list."""
+        if isinstance(tasks, Task):
+            raise InvalidInput("submit takes a list of tasks, got one", field="tasks", hint="[task]")
         given = {"num_rollouts": num_rollouts} | ({"rule": rule} if rule else {})
         groups = [GroupBody.model_validate({"task": task, **given}) for task in tasks]
         body = {"groups": [group.model_dump(mode="json", exclude_unset=True) for group in groups]}

@@ -115,6 +115,8 @@ def parse(arguments: list[str] | None = None) -> Options:
     options = Options(**vars(parser.parse_args(arguments)))
     if options.steps < 1:
         parser.error("--steps must be 1 or more")
+    if options.milestone is not None and not 0 < options.milestone <= 1:
+        parser.error("--milestone is a success rate: above 0, at most 1")
     if options.model is not None and not (options.model / "config.json").exists():
         parser.error(f"--model: there is no model in {options.model}")
     return options

@@ -11,8 +11,8 @@ from typing import Any
 class Milestone:
     """The policy after a step. From the start of the training until then: ``busy_s`` the trainer made
     gradient steps and pushed weights, ``gradient_cpu_s`` the steps worked, ``cpu_s`` its whole process,
-    ``seconds`` passed; ``rollouts`` had ended
-    and had sampled ``tokens``, those that were left out or stopped too; ``trained`` groups had a gradient."""
+    ``seconds`` passed; ``rollouts`` had ended and had sampled ``tokens``, those that were left out or
+    stopped too; ``trained`` groups had a gradient."""
 
     version: int
     step: int

@@ -44,7 +44,6 @@ class Checkups:
         self._every_s = ports.settings.backends.check_s
         self._policies = policies
         self._fleet = fleet
-        self._places = asyncio.Semaphore(_AT_ONCE)
         self._seen: dict[str, float] = {}
         self._rng = random.Random()
 
@@ -69,17 +68,12 @@ class Checkups:
         backends = await every(self._store.list_backends)
         ids = {backend.id for backend in backends}
         self._seen = {each: at for each, at in self._seen.items() if each in ids}
+        places = asyncio.Semaphore(_AT_ONCE)  # of this round: none is lost to the next where it is cut off
         async with asyncio.TaskGroup() as tasks:
             for backend in backends:
                 if backend.state in (BackendState.ACTIVE, BackendState.FAILED):
-                    await self._places.acquire()
-                    tasks.create_task(self._placed(tasks.create_task(self._look(backend))))
-
-    async def _placed(self, looking: asyncio.Task[None]) -> None:
-        try:
-            await asyncio.wait([looking], timeout=_PLACE_S)
-        finally:
-            self._places.release()
+                    await places.acquire()
+                    tasks.create_task(_placed(places, tasks.create_task(self._look(backend))))
 
     async def _look(self, backend: Backend) -> None:
         try:
@@ -115,6 +109,13 @@ class Checkups:
             return not _stands_still(await self._store.get_policy(backend.policy))
         except NotFound:
             return False
+
+
+async def _placed(places: asyncio.Semaphore, looking: asyncio.Task[None]) -> None:
+    try:
+        await asyncio.wait([looking], timeout=_PLACE_S)
+    finally:
+        places.release()
 
 
 def _stands_still(policy: Policy) -> bool:

@@ -34,8 +34,10 @@ from rollserve.rollouts.verify import Verifier
 log = logging.getLogger(__name__)
 
 _SETTLE_S = 5.0
-_WRITABLE_WITHIN_S = 5.0
 """For committing what workers reported just before they stopped."""
+
+_WRITABLE_WITHIN_S = 5.0
+"""For the database, when somebody asks whether it takes writes."""
 
 
 class Coordinator:

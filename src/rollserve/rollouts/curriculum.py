@@ -18,7 +18,7 @@ from rollserve.errors import InvalidInput, RollserveError
 from rollserve.records.control import TaskSource
 from rollserve.records.run import RunSpec, SourceState, SourceStatus
 from rollserve.records.task import Task
-from rollserve.rollouts.pictures import check_pictures
+from rollserve.rollouts.pictures import Sight
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.taken import Taken
 from rollserve.store.task_lines import TaskLines
@@ -122,7 +122,7 @@ class Curriculum:
             where = ".".join(str(part) for part in first["loc"])
             raise InvalidInput(f"it gave no task: {where}: {first['msg']}") from error
         await self._check_task(task, "")
-        await check_pictures(task, policy, self._store, "")
+        await Sight(policy, self._store).check(task, "")
         return task
 
     def _failed(self, run_id: str, source: TaskSource, taken: Taken, what: str) -> None:

@@ -16,7 +16,7 @@ from rollserve.rollouts.bell import Bell
 from rollserve.rollouts.cancel import Cancelled, Canceller
 from rollserve.rollouts.control import check_rule
 from rollserve.rollouts.pages import every
-from rollserve.rollouts.pictures import check_pictures
+from rollserve.rollouts.pictures import Sight
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.routes import check_routes
 from rollserve.rollouts.runs import RunSpecs, checked_key
@@ -99,8 +99,9 @@ class Groups:
         own = await self._templates.check(spec.policy, "run.policy")
         await check_routes(spec, own, self._templates.check, "run.routes")
         await self.check(groups, spec)
+        sight = Sight(spec.policy, self._store)
         for index, group in enumerate(groups):
-            await check_pictures(group.task, spec.policy, self._store, f"groups.{index}.task")
+            await sight.check(group.task, f"groups.{index}.task")
         new = [
             NewGroup(
                 task=group.task,

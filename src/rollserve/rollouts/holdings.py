@@ -51,6 +51,7 @@ class Holdings:
         self._tools: AsyncExitStack | None = None
         self._session_socket: AsyncExitStack | None = None
         self._session_url = ""
+        self._reaching = asyncio.Lock()
         self._networks = AsyncExitStack()
         self._sandboxes: list[Sandbox] = []
         self._ahead: asyncio.Task[Sandbox | None] | None = None
@@ -110,22 +111,26 @@ class Holdings:
         self._sessions.append(session)
 
     async def open_session_socket(self, serve: ServeSession, session: Session, sandbox: Sandbox) -> str:
-        """From the sandbox to its session: the base URL there. Opened once."""
-        if self._session_socket is None:
-            with boundary("session_socket.open", InfrastructureFailure, log=self._log):
-                sock = await sandbox.listen()
-                self._session_socket = AsyncExitStack()
-                self._session_url = await self._session_socket.enter_async_context(serve(session, sock))
-        return self._session_url
+        """From the sandbox to its session: the base URL there. Opened once, whoever asks meanwhile waits; if
+        that fails or is cancelled, the next one tries again."""
+        async with self._reaching:
+            if self._session_socket is None:
+                with boundary("session_socket.open", InfrastructureFailure, log=self._log):
+                    sock = await sandbox.listen()
+                    way = AsyncExitStack()
+                    self._session_url = await way.enter_async_context(serve(session, sock))
+                    self._session_socket = way
+            return self._session_url
 
     async def open_session_address(self, address: SessionAddress, session: Session, sandbox: Sandbox) -> str:
         """The same from a sandbox elsewhere, which is told whom to trust there. Nothing of it is held."""
-        if not self._session_url:
-            with boundary("session_address.open", InfrastructureFailure, log=self._log):
-                if address.authority:
-                    await trust(sandbox, address.authority)
-            self._session_url = f"{address.url}/s/{session.id}/v1"
-        return self._session_url
+        async with self._reaching:
+            if not self._session_url:
+                with boundary("session_address.open", InfrastructureFailure, log=self._log):
+                    if address.authority:
+                        await trust(sandbox, address.authority)
+                self._session_url = f"{address.url}/s/{session.id}/v1"
+            return self._session_url
 
     async def open_network(self, opening: OpenNetwork, network: Network, sandbox: Sandbox) -> None:
         """Let the sandbox out as far as ``network`` says; its shell is told how."""

@@ -66,6 +66,8 @@ class Regrades:
         self._queued = Bell()
         self._running: dict[tuple[str, str, int], tuple[str, RegradingStart]] = {}
         """By regrade, rollout and try: the worker, and what it was given."""
+        self._settling: set[tuple[str, str, int]] = set()
+        """Of these: the end is known, and being written; another is not taken."""
 
     # -- what the API offers
     async def begin(
@@ -77,16 +79,15 @@ class Regrades:
         routes: Mapping[str, JudgeRoute] | None = None,
     ) -> Regrade:
         """Durable when this returns. The grader may ask ``routes``; None: those that the run has for graders.
-        With ``key`` the request may be sent again: the regrade of then comes back. Raises ``InvalidInput``
-        for a grader that the run's tasks can't have or a route that nothing answers, ``Conflict``."""
-        key = checked_key(key)
+        With ``key`` the request may be sent again: the regrade of then comes back, though its judges may be
+        away by now. Raises ``InvalidInput`` for a grader that the run's tasks can't have or a route that
+        nothing answers, ``Conflict``."""
+        regrade_id = _named(run_id, checked_key(key))
         run, _ = await self._specs.get(run_id)
-        await self._check(run_id, grader)
         routes = judge_routes(run) if routes is None else dict(routes)
-        await check_judges(routes, self._policies)
-        regrade_id = new_id("reg")
-        if key is not None:
-            regrade_id = f"reg_{hashlib.sha256(f'{run_id}/{key}'.encode()).hexdigest()[:20]}"
+        if key is None or not await self._begun(regrade_id):
+            await self._check(run_id, grader)
+            await check_judges(routes, self._policies)
         made = Regrade(
             id=regrade_id, run_id=run_id, grader=grader, routes=routes, created_at=self._clock.now()
         )
@@ -94,6 +95,13 @@ class Regrades:
         self._queued.ring()
         self._happened.ring()
         return regrade
+
+    async def _begun(self, regrade_id: str) -> bool:
+        try:
+            await self._store.get_regrade(regrade_id)
+        except NotFound:
+            return False
+        return True
 
     async def _check(self, run_id: str, grader: GraderSpec) -> None:
         """By the run's first task: tasks of a run differ in what they say, seldom in where they run."""
@@ -177,6 +185,17 @@ class Regrades:
         await self._settle(start, message.graded())
 
     async def _settle(self, start: RegradingStart, graded: Graded) -> None:
+        """The first end of a try is taken; one that comes while this waits, or later, is not."""
+        key = _try(start)
+        if key not in self._running or key in self._settling:
+            return
+        self._settling.add(key)
+        try:
+            await self._write(start, graded)
+        finally:
+            self._settling.discard(key)
+
+    async def _write(self, start: RegradingStart, graded: Graded) -> None:
         again_at = await self._again_at(start, graded)
         kept = None if again_at is not None else graded
         asked = await self._asked(start)
@@ -238,6 +257,13 @@ class Regrades:
         for whose, start in list(self._running.values()):
             if whose == worker_id:
                 await self._settle(start, Graded(state=RegradingState.FAILED, failure=failure))
+
+
+def _named(run_id: str, key: str | None) -> str:
+    """The regrade's id: the same for the same key."""
+    if key is None:
+        return new_id("reg")
+    return f"reg_{hashlib.sha256(f'{run_id}/{key}'.encode()).hexdigest()[:20]}"
 
 
 def _try(start: RegradingStart) -> tuple[str, str, int]:

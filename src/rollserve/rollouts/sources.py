@@ -23,7 +23,7 @@ from rollserve.records.run import RunSpec, SourceState, SourceStatus
 from rollserve.records.task import Task
 from rollserve.rollouts.bell import Bell, heard
 from rollserve.rollouts.curriculum import Curriculum
-from rollserve.rollouts.pictures import check_pictures
+from rollserve.rollouts.pictures import Sight
 from rollserve.rollouts.ports import Ports
 from rollserve.rollouts.runs import RunSpecs
 from rollserve.rollouts.stops import GroupEnds
@@ -129,9 +129,10 @@ class Sources:
                     field="source.tasks",
                     hint="use a file (path)",
                 )
+            sight = Sight(spec.policy, self._store)
             for index, task in enumerate(spec.source.tasks):
                 await self._check_task(task, f"source.tasks.{index}")
-                await check_pictures(task, spec.policy, self._store, f"source.tasks.{index}")
+                await sight.check(task, f"source.tasks.{index}")
         return SourceStatus(state=SourceState.RUNNING, position=0, lines=tasks.lines, digest=tasks.digest)
 
     async def _tasks(self, source: TaskSource) -> TaskLines:
@@ -295,7 +296,7 @@ class Sources:
         try:
             task = await asyncio.to_thread(Task.model_validate_json, line)
             await self._check_task(task, "")
-            await check_pictures(task, policy, self._store, "")
+            await Sight(policy, self._store).check(task, "")
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             field_name = ".".join(str(part) for part in first["loc"])

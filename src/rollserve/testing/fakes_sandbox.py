@@ -71,6 +71,7 @@ class FakeSandbox:
 
     async def write_file(self, path: str, data: bytes) -> None:
         self._check_open()
+        await self._runtime.hooks.write_file()
         self.files[path] = data
 
     async def adopt(self, spec: SandboxSpec, *, ttl_s: float) -> None:

@@ -39,5 +39,6 @@ class Hooks:
     stalled: Hook = nothing
     close_session: Hook = nothing
     listen: Hook = nothing
+    write_file: Hook = nothing
     open_network: Hook = nothing
     close_sandbox: Hook = nothing

@@ -94,10 +94,11 @@ class Host:
     def alive(self) -> bool:
         return not (self._doomed or self.ended.done())
 
-    def kill(self) -> None:
+    def kill(self, because: CodeFault | None = None) -> None:
         """SIGKILL to the process and its group. Its process id is its own until ``hosts`` releases
-        it, so this can't hit another."""
+        it, so this can't hit another. Calls that are still to end fail with the first ``because``."""
         self._doomed = True
+        self._fault = self._fault or because
         if self.ended.done() or not self.started.done() or self.started.exception() is not None:
             return
         pid = self.started.result()
@@ -216,8 +217,7 @@ class Host:
         except (asyncio.IncompleteReadError, ConnectionError):
             return  # its end is told by ``ended``
         except (msgspec.MsgspecError, ValueError) as error:
-            self._fault = CodeFault(f"wrote on its channel: {error}", ending=Ending.PROTOCOL)
-            self.kill()
+            self.kill(because=CodeFault(f"wrote on its channel: {error}", ending=Ending.PROTOCOL))
 
     async def _serve(self, frame: Frame) -> None:
         if isinstance(frame, Call):

@@ -193,8 +193,9 @@ class ZygoteHosts:
         order = params.Load(tuple(info.path for info in code), generation.files)
         try:
             return await host.call("load", order, list[str], timeout_s=self._settings.describe_s)
-        except CodeFault:
-            host.kill()  # it may have come to its end since, and nobody looked at what it read
+        except CodeFault as fault:
+            told = CodeFault(f"at import: {fault.message}", ending=fault.ending, trace=fault.trace)
+            host.kill(because=told)  # it may have come to its end since, and nobody looked at what it read
             return []
 
     @asynccontextmanager

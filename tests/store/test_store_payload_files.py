@@ -30,7 +30,7 @@ from rollserve.records.call import (
 from rollserve.records.image import Image, PlacedImage
 from rollserve.store.packing import Damaged, LogFrame, encode_frame, gather, pack, unpack
 from rollserve.store.payload import AttemptPayload
-from rollserve.store.payloads import FilePayloadStore
+from rollserve.store.payload_files import FilePayloadStore
 
 SEEN = Image(digest="d1", at=2, media_type="image/png", size_bytes=9, detail="low")
 FAR = Image(digest="d2", at=2, url="https://pictures.invalid/ü.png")
@@ -74,7 +74,7 @@ def start_writing(root: Path) -> subprocess.Popen[bytes]:
     begun."""
     program = (
         "import sys; from pathlib import Path\n"
-        "from rollserve.store.payloads import FilePayloadStore\n"
+        "from rollserve.store.payload_files import FilePayloadStore\n"
         "segment = FilePayloadStore(Path(sys.argv[1])).open_segment('r', 'a')\n"
         "for n in range(1_000_000):\n"
         "    segment.append_log(str(n) * 50)\n"
@@ -141,7 +141,7 @@ class TestSegments:
             return written[0]
 
         with monkeypatch.context() as patch, pytest.raises(InfrastructureFailure) as caught:
-            patch.setattr("rollserve.store.payloads.os.write", half)
+            patch.setattr("rollserve.store.payload_files.os.write", half)
             segment.append_log("second")
         assert caught.value.operation == "payload.append"
         segment.append_log("third")

@@ -67,7 +67,7 @@ async def submit(
         ids = await _submitted(handle, file, num_rollouts, own=own)
         if not as_json:
             out.print(f"run {handle.id}: {counted(len(ids), 'group')} of {num_rollouts} submitted")
-        results = await _waited(where, handle.id, ids, quiet=as_json) if wait else None
+        results = await _waited(where, client, handle.id, ids, quiet=as_json) if wait else None
         closed = results is not None and own and await _close(handle)
         if results is None and not as_json:
             await _leave(client, handle)
@@ -108,10 +108,10 @@ async def _close(handle: RunHandle) -> bool:
     return True
 
 
-async def _waited(where: Where, run_id: str, ids: list[str], *, quiet: bool) -> Results:
+async def _waited(where: Where, client: Client, run_id: str, ids: list[str], *, quiet: bool) -> Results:
     try:
-        async with stay(where) as client:
-            return await wait_for(client, await client.run(run_id), ids, quiet=quiet)
+        async with stay(where) as patient:
+            return await wait_for(client, await patient.run(run_id), ids, quiet=quiet)
     except (asyncio.CancelledError, RollserveError):
         follow = f"`rollserve status {run_id}` follows it, `rollserve run close {run_id}` ends it"
         err.print(f"run {run_id} goes on: {follow}", soft_wrap=True, markup=False)

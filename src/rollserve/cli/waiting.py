@@ -97,7 +97,8 @@ class Teller:
 
 
 async def wait_for(client: Client, handle: RunHandle, ids: Sequence[str], *, quiet: bool) -> Results:
-    """Until all groups have ended, in whatever way. Cancelled, it gives back what it has leased."""
+    """Until all groups have ended, in whatever way. ``handle`` collects and may be of a patient client,
+    ``client`` looks and says soon what is wrong. Cancelled, it gives back what it has leased."""
     results = Results(ids)
     columns = (
         *(TextColumn("groups"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
@@ -153,7 +154,7 @@ async def _watch(client: Client, handle: RunHandle, results: Results, teller: Te
     ended: set[str] = set()
     while True:
         try:
-            teller.tell(await in_the_way(client, (await handle.status()).run))
+            teller.tell(await in_the_way(client, (await client.run(handle.id)).run))
             ended = await _look_at_groups(client, results, ended)
         except Unavailable as error:
             teller.tell([Obstacle(error.message, "trying again")])

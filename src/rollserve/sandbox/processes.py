@@ -143,10 +143,12 @@ def kill_tree(root: int, *, since_ticks: int) -> set[int]:
 
 
 def kill_all(find: Callable[[], Iterable[int]], *, within_s: float) -> list[int]:
-    """Kill what ``find`` finds until it finds nothing more, all stopped before any is killed; blocking.
-    Returns what is alive after ``within_s`` seconds all the same."""
+    """Kill what ``find`` finds until it finds nothing more and all it found are gone, all stopped before any
+    is killed; blocking. A walk down the tree misses who changes parents meanwhile, as the children of those
+    do who were killed first. Returns what is alive after ``within_s`` seconds all the same."""
     deadline = time.monotonic() + within_s
-    while found := [pid for pid in find() if state(pid) not in ("Z", "X", None)]:
+    known: dict[int, int | None] = {}
+    while found := _alive(known, find()):
         if time.monotonic() > deadline:
             return found
         for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -154,6 +156,16 @@ def kill_all(find: Callable[[], Iterable[int]], *, within_s: float) -> list[int]
                 send_signal(pid, number)
         time.sleep(_KILL_PAUSE_S)
     return []
+
+
+def _alive(known: dict[int, int | None], found: Iterable[int]) -> list[int]:
+    """Of ``known`` processes (with their starts), to which those ``found`` are added."""
+    known.update({pid: start_ticks(pid) for pid in found})
+    return [
+        pid
+        for pid, ticks in known.items()
+        if state(pid) not in ("Z", "X", None) and start_ticks(pid) == ticks
+    ]
 
 
 def pids_with_environment(entry: bytes) -> list[int]:

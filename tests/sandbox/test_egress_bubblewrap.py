@@ -25,8 +25,8 @@ FETCH = (
 
 async def test_programs_reach_what_is_allowed_and_their_own_loopback_address(tmp_path: Path) -> None:
     runtime = BubblewrapRuntime(data_dir=tmp_path)
-    if not runtime.report().usable:
-        pytest.skip("bubblewrap can't be used here")
+    if not (report := runtime.report()).usable:
+        pytest.skip(f"bubblewrap can't be used here: {report.detail}")
     net = FakeInternet({"site.test": [[SITE]]})
     log: list[str] = []
     egress = Egress(rules=AddressRules(), internet=net.internet)

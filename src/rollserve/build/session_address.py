@@ -133,7 +133,7 @@ def _check_url(url: str, ports: range) -> SplitResult:
         raise _fault("url", "has something other than {port} in braces", hint=hint)
     try:
         parts = urlsplit(sample)
-        parts.port  # noqa: B018  # read, as it raises
+        _ = parts.port  # it raises for what is none
     except ValueError as error:
         raise _fault("url", f"is no URL: {error}", hint=hint) from error
     if parts.scheme not in ("http", "https") or not parts.hostname:

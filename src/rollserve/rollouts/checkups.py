@@ -60,7 +60,7 @@ class Checkups:
         while True:
             try:
                 await self._round()
-            except Exception:
+            except Exception:  # an edge: a look that fails is logged, and made again
                 log.exception("the backends could not be looked at; again in %g s", self._every_s)
             await self._clock.sleep(self._every_s * self._rng.uniform(0.8, 1.2))
 
